@@ -1,0 +1,109 @@
+"""A rollout between two rounds: what has been committed, what is drafted, and the host's copy of the cursors."""
+from __future__ import annotations
+
+import torch
+
+from hbsjd.decoding.types import Method, Policy, Rollout, Verdict, Window
+
+
+class State:
+    """Tensors of B images. `tokens` has one column more than an image: it takes what a round predicts but does not commit."""
+
+    def __init__(self, model, cache, method: Method, policy: Policy, prefix_BP, start_B, image_B, length: int, logprobs: bool = False):
+        B, device = len(start_B), start_B.device
+        self.model, self.cache, self.method, self.policy, self.length = model, cache, method, policy, length
+        self.start, self.cursor, self.image = start_B, start_B.clone(), image_B
+        self.round = torch.zeros_like(start_B)
+        self.tokens = torch.zeros(B, length + 1, dtype=torch.long, device=device)
+        self.tokens[:, : prefix_BP.shape[1]] = prefix_BP
+        self.drafts = torch.zeros(B, method.window.W, dtype=torch.long, device=device)
+        self.recycled = torch.zeros_like(start_B)  # how many of an image's drafts are predictions of its last round
+        self.q = None                              # [B, W, V] once a rule has named its p
+        self.logprobs = torch.zeros(B, length + 1, device=device) if logprobs else None
+        self.trace = []
+        self.read(torch.ones((), dtype=torch.bool, device=device))
+
+    def read(self, finite: torch.Tensor) -> None:
+        """The round's one host read: the cursors, and whether the logits were finite."""
+        *self.cursors, finite = torch.cat([self.cursor, finite.long()[None]]).tolist()
+        if not finite:
+            raise ValueError(f"the model's logits are NaN or infinite in round {len(self.trace)}: check its weights and dtype")
+        self.active = [row for row, cursor in enumerate(self.cursors) if cursor < self.length]
+
+    def open(self) -> Window:
+        """The next round's rows and their recycled drafts, no wider than what the image farthest from its end has left."""
+        rows = self.method.execution.rows(self.active, len(self.cursors))
+        longest = self.length - min(self.cursors[row] for row in self.active)
+        width = min(self.method.window.W, longest)
+        if isinstance(rows, list):
+            rows = torch.tensor(rows, device=self.cursor.device)
+        index_R = torch.arange(len(self.cursors), device=self.cursor.device)[rows]
+        cursor_R = self.cursor[index_R]
+        return Window(
+            rows=rows,
+            index_R=index_R,
+            image_R=self.image[index_R],
+            round_R=self.round[index_R],
+            start_R=self.start[index_R],
+            cursor_R=cursor_R,
+            remaining_R=self.length - cursor_R,
+            positions_RL=cursor_R[:, None] + torch.arange(width + 1, device=cursor_R.device),
+            last_R1=self.tokens[index_R, (cursor_R - 1).clamp(min=0)][:, None],
+            drafts_RW=self.drafts[index_R, :width],
+            recycled_R=self.recycled[index_R],
+            copied_RW=None,
+            q_RWV=None if self.q is None else self.q[index_R, :width],
+            block=self.method.window.W,
+        )
+
+    def advance(self, verdict: Verdict, window: Window) -> torch.Tensor:
+        """How far each row goes [R]: its leading accepted drafts and the prediction after them, as the schedule allows."""
+        most = window.drafts_RW.shape[1] + self.method.bonus
+        able_R = torch.minimum((verdict.accepted_R + 1).clamp(max=max(most, 1)), window.remaining_R)
+        return self.method.schedule.advance(able_R, window)
+
+    def commit(self, window: Window, verdict: Verdict, advance_R, scores_RLV) -> None:
+        """Write the predictions that are committed, and their log-probabilities where asked for."""
+        committed_RL = window.positions_RL < (window.cursor_R + advance_R)[:, None]
+        where_RL = window.positions_RL.where(committed_RL, self.length)
+        self.tokens[window.index_R[:, None], where_RL] = verdict.tokens_RL
+        if self.logprobs is not None:
+            self.logprobs = self.logprobs.to(scores_RLV.dtype)  # float64 for a float64 model
+            logprobs_RL1 = scores_RLV.log_softmax(-1).gather(-1, verdict.tokens_RL[..., None])
+            self.logprobs[window.index_R[:, None], where_RL] = logprobs_RL1[..., 0]
+        self.cursor[window.index_R] = window.cursor_R + advance_R
+        self.round[window.index_R] += 1
+
+    def slide(self, window: Window, verdict: Verdict, advance_R) -> None:
+        """The predictions past the new cursor become the next drafts; their q is this round's p, for kept and redrawn ones alike."""
+        width = window.drafts_RW.shape[1]
+        source_RW = (advance_R[:, None] + torch.arange(width, device=advance_R.device)).clamp(max=width)
+        self.drafts[window.index_R, :width] = verdict.tokens_RL.gather(1, source_RW)
+        self.recycled[window.index_R] = (width + 1 - advance_R).clamp(max=width)
+        if verdict.p_RLV is not None:
+            if self.q is None:
+                self.q = verdict.p_RLV.new_zeros(*self.drafts.shape, verdict.p_RLV.shape[-1])
+            row_R1 = torch.arange(len(advance_R), device=advance_R.device)[:, None]
+            self.q[window.index_R, :width] = verdict.p_RLV[row_R1, source_RW]
+
+    def record(self, window: Window, verdict: Verdict, advance_R) -> None:
+        per_image = torch.zeros(2, len(self.cursors), dtype=torch.long, device=advance_R.device)
+        per_image[:, window.index_R] = torch.stack([advance_R, torch.minimum(verdict.accepted_R, advance_R)])
+        R, L = window.positions_RL.shape
+        self.trace.append((len(self.active), R * (2 if self.policy.guidance > 1 else 1), L - 1, per_image))
+
+    def result(self, prefills: int) -> Rollout:
+        active, physical, window, per_image = zip(*self.trace) if self.trace else ((), (), (), ())
+        B, device = len(self.cursors), self.cursor.device
+        advance, accepted = torch.stack(per_image, dim=1) if per_image else torch.zeros(2, 0, B, dtype=torch.long, device=device)
+        counts = dict(active=torch.tensor(active), physical_rows=torch.tensor(physical), window=torch.tensor(window))
+        return Rollout(
+            tokens=self.tokens[:, :-1],
+            start=self.start,
+            length=torch.full_like(self.start, self.length),
+            logprobs=None if self.logprobs is None else self.logprobs[:, :-1],
+            rounds=dict(**counts, advance=advance, accepted=accepted),
+            nfe=len(self.trace),
+            prefills=prefills,
+            policy=self.policy,
+        )

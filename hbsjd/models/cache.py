@@ -1,0 +1,84 @@
+"""Keys and values at [row, absolute position]: no padding, no realignment, no rollback, no zeroing.
+
+A key is visible to a query iff its slot is not after the query's, so an entry that was written for a rejected draft is simply
+overwritten before anything may attend to it.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+
+class Cache:
+    """`keys` and `values`: [layer, row, slot, head, head_dim]; `condition`: [row, dim], what stands at position -1."""
+
+    def __init__(self, config, rows: int, capacity: int, like: torch.Tensor):
+        self.first = config.cls_token_num  # slot of position 0
+        shape = (config.n_layer, rows, self.first + capacity, config.n_head, config.dim // config.n_head)
+        self.keys, self.values = like.new_zeros(2, *shape)
+        self.condition = like.new_zeros(rows, config.dim)
+        self.bound = 0  # no slot from here on has been written: an upper bound, kept on the host
+
+    @property
+    def rows(self) -> int:
+        return len(self.condition)
+
+    def fill(self, layer: int, rows, k_RLND, v_RLND) -> None:
+        """Write the first L slots of `rows`."""
+        self.bound = max(self.bound, k_RLND.shape[1])
+        self.keys[layer, rows, : k_RLND.shape[1]] = k_RLND
+        self.values[layer, rows, : v_RLND.shape[1]] = v_RLND
+
+    def open(self, rows, positions_RL) -> Round:
+        """What one forward over `rows` needs at every layer: slots, visible part, mask."""
+        slots_RL = positions_RL + self.first
+        live = self.live(slots_RL)
+        visible_RLS = torch.arange(live, device=slots_RL.device) <= slots_RL[..., None]
+        mask = torch.zeros(visible_RLS.shape, dtype=self.keys.dtype, device=slots_RL.device).masked_fill_(~visible_RLS, -torch.inf)
+        index = torch.arange(self.rows, device=slots_RL.device)[rows] if isinstance(rows, slice) else rows
+        return Round(self, rows, index[:, None], slots_RL, live, mask[:, None])
+
+    def live(self, slots_RL) -> int:
+        """How many slots to attend to: exact on a CPU, where looking is free; elsewhere an upper bound that needs no synchronisation."""
+        if slots_RL.device.type == "cpu":
+            return int(slots_RL.numpy().max()) + 1
+        self.bound = min(self.bound + slots_RL.shape[1], self.keys.shape[2])
+        return self.bound
+
+    def move(self, dst_rows, src_rows, upto: int) -> None:
+        """Copy the first `upto` positions of rows `src_rows` over those of `dst_rows`."""
+        upto += self.first
+        for store in (self.keys, self.values):
+            store[:, dst_rows, :upto] = store[:, src_rows, :upto].clone()  # slices may overlap
+        self.condition[dst_rows] = self.condition[src_rows].clone()
+
+    def expand(self, group: int) -> None:
+        """Repeat every row `group` times: row r becomes rows r * group .. r * group + group - 1."""
+        self.select(torch.arange(self.rows).repeat_interleave(group))
+
+    def select(self, rows: torch.Tensor) -> None:
+        """Keep the given rows, in the given order, repeated where repeated."""
+        rows = rows.to(self.condition.device)
+        self.keys, self.values, self.condition = self.keys[:, rows], self.values[:, rows], self.condition[rows]
+
+
+@dataclass(frozen=True)
+class Round:
+    """One forward over some rows of a cache."""
+
+    cache: Cache
+    rows: slice | torch.Tensor
+    index_R1: torch.Tensor
+    slots_RL: torch.Tensor
+    live: int
+    mask_R1LS: torch.Tensor
+
+    def attend(self, layer: int, q_RLND, k_RLND, v_RLND):
+        """Store this round's keys and values, then attend to everything visible. A slice is a view; an index gathers."""
+        keys, values = self.cache.keys[layer], self.cache.values[layer]
+        keys[self.index_R1, self.slots_RL] = k_RLND
+        values[self.index_R1, self.slots_RL] = v_RLND
+        q, k, v = (x.transpose(1, 2) for x in (q_RLND, keys[self.rows, : self.live], values[self.rows, : self.live]))
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask_R1LS).transpose(1, 2)

@@ -1,0 +1,141 @@
+"""What the notebooks share: one plot style, paired speedups with intervals, figures and tables that come out the same byte for byte."""
+from __future__ import annotations
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import pandas as pd
+
+from hbsjd.results import figure_dir
+
+# Okabe and Ito's palette, which colour-blind readers can tell apart. A method and a model keep their colour in every figure.
+COLORS = {
+    "ar_greedy": "#000000",
+    "ar": "#7f7f7f",
+    "sjd_lockstep": "#CC79A7",
+    "sjd_synchronous": "#E69F00",
+    "hbsjd_full": "#56B4E9",
+    "hbsjd_compact": "#009E73",
+    "hbsjd": "#0072B2",
+    "hbsjd_probabilistic": "#D55E00",
+    "hbsjd_gumbel": "#B8A600",
+    "tokenizer": "#009E73",
+    "student": "#0072B2",
+    "teacher": "#D55E00",
+}
+LABELS = {
+    "ar_greedy": "AR, greedy",
+    "ar": "AR, sampled",
+    "sjd_lockstep": "SJD, lockstep",
+    "sjd_synchronous": "SJD, batch-synchronous",
+    "hbsjd_full": "HB-SJD, full",
+    "hbsjd_compact": "HB-SJD, compact",
+    "hbsjd": "HB-SJD (hybrid)",
+    "hbsjd_probabilistic": "HB-SJD, probabilistic",
+    "hbsjd_gumbel": "HB-SJD, Gumbel",
+}
+GREEDY = ["sjd_lockstep", "sjd_synchronous", "hbsjd_full", "hbsjd_compact", "hbsjd"]
+SAMPLED = ["hbsjd_probabilistic", "hbsjd_gumbel"]
+BASELINE = dict.fromkeys(GREEDY, "ar_greedy") | dict.fromkeys(SAMPLED, "ar")  # each method is compared with what it is exact to
+SETTING = ["device", "config_hash"]  # rows that differ here are never pooled
+CELL = [*SETTING, "B", "prefix_ratio", "dtype", "compile"]
+NOT_MEASURED = "not measured"
+
+
+def style() -> None:
+    """The look of every figure."""
+    plt.rcdefaults()
+    plt.rcParams.update({
+        "figure.dpi": 110, "savefig.dpi": 180, "savefig.bbox": "tight", "svg.hashsalt": "hbsjd", "figure.constrained_layout.use": True,
+        "font.size": 10, "axes.titlesize": 10.5, "axes.titleweight": "bold", "axes.titlelocation": "left", "figure.titlesize": 11,
+        "axes.spines.top": False, "axes.spines.right": False, "axes.edgecolor": "#666666", "axes.grid": True, "axes.axisbelow": True,
+        "grid.color": "#e6e6e6", "grid.linewidth": 0.8, "lines.linewidth": 1.8, "lines.markersize": 5.5, "legend.frameon": False,
+    })
+
+
+def save(fig: mpl.figure.Figure, name: str, scale: str) -> None:
+    """figures/<name>.svg and .png (figures/smoke/ at that scale), without dates or versions."""
+    folder = figure_dir(scale)
+    fig.savefig(folder / f"{name}.svg", metadata={"Date": None, "Creator": None})
+    fig.savefig(folder / f"{name}.png", metadata={"Software": None})
+
+
+def interval(values) -> tuple[float, float]:
+    """Bootstrap 95 % interval of the median, from a fixed seed."""
+    values = np.asarray(values, float)
+    draws = np.random.default_rng(0).choice(values, (2000, len(values)))
+    low, high = np.percentile(np.median(draws, axis=1), [2.5, 97.5])
+    return float(low), float(high)
+
+
+def paired_speedup(rows: pd.DataFrame, baseline: dict[str, str] = BASELINE, cell: list[str] = CELL) -> pd.DataFrame:
+    """One row per cell and method: the median over repeats of seconds(baseline) / seconds(method), paired by `repeat`, and its interval."""
+    timed = rows[[*cell, "repeat", "method", "seconds"]]
+    ours = timed[timed.method.isin(list(baseline))].assign(baseline=lambda table: table.method.map(baseline))
+    theirs = timed.rename(columns={"method": "baseline", "seconds": "baseline_seconds"})
+    pairs = ours.merge(theirs, on=[*cell, "repeat", "baseline"])
+    ratios = pairs.assign(ratio=pairs.baseline_seconds / pairs.seconds).groupby([*cell, "method"], dropna=False).ratio
+    return ratios.agg(speedup="median", low=lambda r: interval(r)[0], high=lambda r: interval(r)[1], pairs="size").reset_index()
+
+
+def settings(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
+    """The rows of each device and configuration, under the device's name (and the configuration's hash where a device has several)."""
+    parts = list(rows.groupby(SETTING))
+    devices = [device for (device, _), _ in parts]
+    return [(device if devices.count(device) == 1 else f"{device}, {config}", part) for (device, config), part in parts]
+
+
+def fastest_dtype(rows: pd.DataFrame, prefix_ratio: float, method: str = "ar") -> pd.DataFrame:
+    """The rows in the dtype in which `method` was faster (median) at their batch size and this prefix ratio."""
+    timed = rows[(rows.method == method) & (rows.prefix_ratio == prefix_ratio)]
+    seconds = timed.groupby([*SETTING, "B", "dtype"]).seconds.median()
+    fastest = seconds.groupby([*SETTING, "B"]).idxmin()
+    return rows.merge(seconds[fastest].reset_index().drop(columns="seconds"))
+
+
+def speedup_line(ax: plt.Axes, table: pd.DataFrame, x: str, method: str) -> None:
+    """One method of a `paired_speedup` table against column `x`, with its intervals."""
+    table = table.sort_values(x)
+    ax.plot(table[x], table.speedup, "o-", color=COLORS[method], label=LABELS[method])
+    ax.vlines(table[x], table.low, table.high, color=COLORS[method], alpha=0.5)
+
+
+def speedup_axes(axes: np.ndarray, xlabel: str) -> None:
+    """Finish panels of speedups: the line where a method is as fast as AR, and each method's name at its line."""
+    for ax in axes.flat:
+        ax.axhline(1, color="#666666", linewidth=1)
+        ax.set(xlabel=xlabel, ylim=(0, None))
+    for ax in axes.flat:
+        label_ends(ax)
+
+
+def label_ends(ax: plt.Axes, gap: float = 0.06) -> None:
+    """Write each line's label at its right end, in its colour, pushed apart where two would touch."""
+    ax.autoscale_view()
+    lines = [line for line in ax.get_lines() if len(line.get_xdata()) and not line.get_label().startswith("_")]
+    ends = [(line, ax.transAxes.inverted().transform(ax.transData.transform(line.get_xydata()[-1]))) for line in lines]
+    ends = sorted(ends, key=lambda end: end[1][1])
+    heights = np.array([y for _, (_, y) in ends])
+    for _ in range(100):
+        push = (gap - np.diff(heights)).clip(min=0) / 2
+        heights[:-1] -= push
+        heights[1:] += push
+    for (line, (x, _)), y in zip(ends, heights):
+        ax.annotate(line.get_label(), (x, y), (7, 0), "axes fraction", "offset points", color=line.get_color(), va="center", fontsize=9)
+
+
+def to_markdown(table: pd.DataFrame) -> str:
+    lines = [table.columns, ["---"] * table.shape[1], *shown(table).itertuples(index=False)]
+    return "\n".join("| " + " | ".join(map(str, line)) + " |" for line in lines) + "\n"
+
+
+def write_table(table: pd.DataFrame, name: str, scale: str, text: str = "") -> pd.DataFrame:
+    """figures/<name>.md, with `text` above the table, and figures/<name>.csv; returns the table as it is shown there."""
+    folder = figure_dir(scale)
+    (folder / f"{name}.md").write_text(f"{text}\n\n{to_markdown(table)}".lstrip(), encoding="utf-8")
+    shown(table).to_csv(folder / f"{name}.csv", index=False, lineterminator="\n")
+    return shown(table)
+
+
+def shown(table: pd.DataFrame) -> pd.DataFrame:
+    return table.astype(object).where(table.notna(), NOT_MEASURED)

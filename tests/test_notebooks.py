@@ -1,0 +1,271 @@
+"""Every notebook: the rules of its source, and a run from top to bottom on made-up results, without torch, twice with the same figures."""
+import ast
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+from hbsjd import results
+
+NOTEBOOKS = sorted((results.ROOT / "notebooks").glob("*.ipynb"))
+EACH = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+IMPORTS = {"matplotlib", "numpy", "pandas", "seaborn", "hbsjd", "IPython"}
+
+
+def cells(path, kind):
+    return ["".join(cell["source"]) for cell in json.loads(path.read_text(encoding="utf-8"))["cells"] if cell["cell_type"] == kind]
+
+
+def nodes(path):
+    return [node for code in cells(path, "code") for node in ast.walk(ast.parse(code))]
+
+
+# The source
+
+
+@EACH
+def test_it_is_a_stripped_python_notebook(path):
+    notebook = json.loads(path.read_text(encoding="utf-8"))
+    assert notebook["metadata"]["kernelspec"]["name"] == "python3" and notebook["metadata"]["language_info"]["name"] == "python"
+    assert notebook["nbformat"] == 4 and len({cell["id"] for cell in notebook["cells"]}) == len(notebook["cells"])
+    for cell in notebook["cells"]:
+        assert cell["cell_type"] == "markdown" or (cell["outputs"] == [] and cell["execution_count"] is None)
+
+
+@EACH
+def test_it_is_thin(path):
+    assert max(len(code.splitlines()) for code in cells(path, "code")) <= 25
+    assert not [node for node in nodes(path) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)]
+
+
+@EACH
+def test_it_imports_only_results_and_report(path):
+    imported = [(node.module, [name.name for name in node.names]) for node in nodes(path) if isinstance(node, ast.ImportFrom)]
+    imported += [(name.name, []) for node in nodes(path) if isinstance(node, ast.Import) for name in node.names]
+    assert {module.split(".")[0] for module, _ in imported} <= IMPORTS
+    assert all(module == "hbsjd" and set(names) <= {"results", "report"} for module, names in imported if module.startswith("hbsjd"))
+
+
+@EACH
+def test_it_reads_and_writes_through_results_and_report(path):
+    called = {node.attr for node in nodes(path) if isinstance(node, ast.Attribute)} | {node.id for node in nodes(path) if isinstance(node, ast.Name)}
+    assert not called & {"open", "exec", "eval", "read_csv", "to_csv", "read_text", "write_text", "savefig", "urlopen", "environ", "system"}
+
+
+@EACH
+def test_it_holds_no_measured_number(path):
+    """A number of three digits or more that is printed in the paper or measured here comes from a results file."""
+    files = [file for file in results.RESULTS.glob("*/**/*.csv") if file.stat().st_size]
+    known = {number for file in files for number in pd.read_csv(file).select_dtypes("float").to_numpy().flat}
+    typed = {node.value for node in nodes(path) if isinstance(node, ast.Constant) and isinstance(node.value, int | float)}
+    assert not {number for number in typed if digits(number) >= 3 and float(number) in known}
+
+
+def digits(number):
+    return len(re.sub(r"^0+|\D", "", f"{number:g}".replace(".", "")))
+
+
+@EACH
+def test_each_figure_is_embedded_above_its_cell(path):
+    notebook = json.loads(path.read_text(encoding="utf-8"))["cells"]
+    for above, cell in zip(notebook, notebook[1:], strict=False):
+        for name in re.findall(r'report\.save\(\w+, "(\w+)"', "".join(cell["source"])):
+            assert f"](../figures/{name}.svg)" in "".join(above["source"]) and name.startswith(path.stem[:3])
+
+
+@EACH
+def test_its_stem_is_an_experiment(path):
+    assert path.stem == "00_paper" or (results.ROOT / "experiments" / f"{path.stem}.py").exists()
+
+
+def test_openmoji_is_credited_where_its_pictures_are_shown():
+    text = "".join(cells(results.ROOT / "notebooks" / "00_prepare.ipynb", "markdown"))
+    assert "OpenMoji" in text and "CC BY-SA 4.0" in text
+
+
+# A run
+
+
+def prepared(root):
+    """Made-up results of 00_prepare."""
+    run = results.Run("00_prepare", "small", {"seed": 0}, "Test CPU", ("model", "split", "metric", "step"), root=root)
+    for split in ("validation", "test"):
+        for model, metric, value in (("tokenizer", "psnr", 25.1), ("tokenizer", "codes_used", 0.97), ("student", "cross_entropy", 1.9),
+                                     ("teacher", "cross_entropy", 1.7)):
+            run.add(dict(model=f"small-{model}", split=split, metric=metric, value=value, step=None))
+    for step in range(100, 1600, 100):
+        for model, metric, value in (("tokenizer", "curve_psnr", 25 - 900 / step), ("student", "curve_heldout_loss", 1.9 + 150 / step),
+                                     ("teacher", "curve_heldout_loss", 1.7 + 150 / step)):
+            run.add(dict(model=f"small-{model}", split="validation", metric=metric, value=value, step=step))
+    columns = ["Smileys & Emotion: face-smiling", "Animals & Nature: animal-mammal", "Food & Drink: food-fruit"]
+    rows = ["real", "reconstruction", "teacher, guidance 1", "teacher, guidance 2", "student, guidance 1", "student, guidance 2"]
+    mosaic(run.file("grid.png"), len(rows), len(columns))
+    run.finish(grid=dict(rows=rows, columns=columns))
+
+
+def mosaic(path, rows, columns):
+    import matplotlib.image
+
+    matplotlib.image.imsave(path, np.random.default_rng(0).random((32 * rows, 32 * columns, 3)))
+
+
+def timed(root, scale="small", device="Test CPU", batches=(1, 4, 16, 64), repeats=5):
+    """Made-up results of 01_speedup_vs_batch: one dtype more at the middle batch size, lockstep and synchronous with fewer repeats."""
+    rng = np.random.default_rng(len(device))
+    committed = {"ar": 1, "ar_greedy": 1, "bare_ar": 1, "sjd_lockstep": 1.6, "sjd_synchronous": 2.2, "hbsjd_probabilistic": 2.1, "hbsjd_gumbel": 3.0}
+    run = results.Run("01_speedup_vs_batch", scale, {"scale": scale, "seed": 0}, device, ("method", "B", "prefix_ratio", "dtype", "repeat"), root=root)
+    middle = batches[len(batches) // 2]
+    settings = [(B, 0.5, "bfloat16" if B >= middle else "float32") for B in batches] + [(middle, 0.5, "float32")]
+    settings += [(middle, ratio, "bfloat16") for ratio in (0.2, 0.4, 0.6, 0.75)]
+    for B, ratio, dtype in settings:
+        methods = ["ar_greedy", "ar", "hbsjd", "hbsjd_probabilistic", "hbsjd_gumbel"]
+        methods += ["bare_ar", "sjd_lockstep", "sjd_synchronous", "hbsjd_full", "hbsjd_compact"] if ratio == 0.5 else []
+        for method in methods:
+            for repeat in range(3 if B == batches[-1] and method.startswith("sjd") else repeats):
+                suffix, mean = round((1 - ratio) * 256), committed.get(method, 4.0)
+                nfe = suffix if mean == 1 else round(suffix / mean * (1 + 0.1 * np.log2(B)))
+                slow = 1.3 if dtype == "float32" and B >= middle else 1
+                seconds = nfe * (0.004 + 0.0006 * B) * slow * (1 if mean == 1 else 1.4 + 0.1 * np.log2(B)) * rng.lognormal(0, 0.03)
+                run.add(dict(scale=scale, model=f"{scale}-student", method=method, B=B, T=256, prefix_ratio=ratio, repeat=repeat, dtype=dtype,
+                             compile=False, seconds=seconds, nfe=nfe, rounds=nfe, committed=suffix * B, row_rounds=round(suffix * B / mean)))
+    run.finish()
+
+
+MADE_UP = {"00_prepare": prepared, "01_speedup_vs_batch": timed}
+
+EXECUTE = """
+import json, os, sys
+import matplotlib
+matplotlib.use("Agg")
+for path in sys.argv[1:]:
+    os.chdir(os.path.dirname(path))
+    space = {"__name__": "__main__"}
+    for cell in json.load(open(path, encoding="utf-8"))["cells"]:
+        if cell["cell_type"] == "code":
+            exec(compile("".join(cell["source"]), path, "exec"), space)
+    matplotlib.pyplot.close("all")
+assert "torch" not in sys.modules
+"""
+
+
+def environment(root, results_root, scale="small"):
+    """No torch, results from `results_root`, figures into `root`."""
+    stubs = root / "stubs"
+    stubs.mkdir(parents=True, exist_ok=True)
+    (stubs / "torch.py").write_text("raise ImportError('notebooks run without torch')\n")
+    path = os.pathsep.join([str(stubs), str(results.ROOT)])
+    return os.environ | {"PYTHONPATH": path, "HBSJD_RESULTS": str(results_root), "HBSJD_FIGURES": str(root / "figures"), "HBSJD_SCALE": scale}
+
+
+def execute(root, results_root, scale="small", paths=NOTEBOOKS):
+    command = [sys.executable, "-W", "error::FutureWarning", "-c", EXECUTE, *map(str, paths)]
+    done = subprocess.run(command, env=environment(root, results_root, scale), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return root / "figures"
+
+
+def contents(folder):
+    return {str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture(scope="module")
+def made_up(tmp_path_factory):
+    root = tmp_path_factory.mktemp("results")
+    for path in NOTEBOOKS:
+        assert path.stem in MADE_UP, f"tests/test_notebooks.py has no made-up results for {path.stem}: add them to MADE_UP"
+        MADE_UP[path.stem](root)
+    return root
+
+
+@pytest.fixture(scope="module")
+def drawn(made_up, tmp_path_factory):
+    return execute(tmp_path_factory.mktemp("drawn"), made_up)
+
+
+def test_every_notebook_runs_without_torch_and_draws_the_same_twice(made_up, drawn, tmp_path):
+    before, repository = contents(made_up), contents(results.ROOT / "notebooks")
+    again = contents(execute(tmp_path, made_up))
+    assert contents(drawn) == again and Counter(Path(name).suffix for name in again)[".svg"] >= len(NOTEBOOKS)
+    assert contents(made_up) == before and contents(results.ROOT / "notebooks") == repository
+
+
+@EACH
+def test_it_writes_what_it_embeds(path, drawn):
+    names = re.findall(r"\]\(\.\./figures/(\w+)\.svg\)", "".join(cells(path, "markdown")))
+    names += re.findall(r'report\.write_table\(\w+, "(\w+)"', "".join(cells(path, "code")))
+    assert names and not [name for name in names if not list(drawn.glob(f"{name}.*"))]
+
+
+def test_figures_hold_no_date(drawn):
+    assert not [path.name for path in drawn.glob("*.svg") if "dc:date" in path.read_text(encoding="utf-8")]
+
+
+def test_speedups_are_of_the_faster_dtype_and_beside_the_paper(drawn):
+    text = (drawn / "01_speedup_vs_batch.md").read_text(encoding="utf-8")
+    assert "float32 at B = 1, 4; bfloat16 at B = 16, 64" in text and "AR / bare loop: B = 1, float32" in text
+    table = pd.read_csv(drawn / "01_speedup_vs_batch.csv")
+    both = table[(table["paper item"] == "Table 5") & (table.B == 16)].iloc[0]
+    assert both["paper, speedup"] == "1.298" and 1 < float(both["ours, speedup"]) < 4
+    assert set(table[table.B == 8]["ours, speedup"]) == set(table[table.B == 1]["paper, speedup"]) == {"not measured"}
+    assert not table[table["ours, speedup"] != "not measured"].duplicated(["method", "B", "prefix ratio", "paper item"]).any()
+
+
+def test_smoke_results_of_two_devices_draw_into_a_folder_of_their_own(tmp_path):
+    timed(tmp_path / "results", "smoke", "Test CPU", (1, 4), repeats=2)
+    timed(tmp_path / "results", "smoke", "Test GPU", (1, 4), repeats=2)
+    notebook = results.ROOT / "notebooks" / "01_speedup_vs_batch.ipynb"
+    figures = execute(tmp_path, tmp_path / "results", "smoke", [notebook])
+    assert {path.parent.name for path in figures.rglob("*.*")} == {"smoke"}
+    drawn = pd.read_csv(figures / "smoke" / "01_speedup_vs_batch.csv")
+    assert set(drawn.device) == {"Test CPU", "Test GPU", "not measured"}
+
+
+@EACH
+def test_it_runs_on_the_committed_results(path, tmp_path):
+    if not [scale for scale in ("paper", "small") if results.newest(results.RESULTS / path.stem / scale)]:
+        pytest.skip("no results are committed yet")
+    execute(tmp_path, results.RESULTS, results.default_scale(path.stem), [path])
+
+
+@pytest.mark.slow
+@EACH
+def test_it_runs_in_a_real_kernel(path, made_up, tmp_path):
+    command = [sys.executable, "-m", "nbconvert", "--to", "notebook", "--execute", "--stdout", str(path)]
+    done = subprocess.run(command, env=environment(tmp_path, made_up), capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+# What the notebooks share
+
+
+def test_speedups_are_paired_by_repeat():
+    from hbsjd import report
+
+    rows = pd.DataFrame(dict(method=["ar"] * 3 + ["hbsjd"] * 3, repeat=[0, 1, 2] * 2, seconds=[2.0, 4.0, 6.0, 1.0, 2.0, 2.0], B=4))
+    one = report.paired_speedup(rows, {"hbsjd": "ar"}, cell=["B"]).iloc[0]
+    assert (one.speedup, one.low, one.high, one.pairs) == (2, 2, 3, 3)
+    assert len(report.paired_speedup(rows.assign(repeat=range(6)), {"hbsjd": "ar"}, cell=["B"])) == 0
+
+
+def test_the_interval_is_the_same_every_time_and_holds_the_median():
+    from hbsjd import report
+
+    values = np.random.default_rng(0).lognormal(size=9)
+    low, high = report.interval(values)
+    assert low <= np.median(values) <= high and (low, high) == report.interval(values)
+    assert report.interval([3.0]) == (3.0, 3.0)
+
+
+def test_a_missing_value_shows_as_not_measured():
+    from hbsjd import report
+
+    table = pd.DataFrame(dict(name=["a", "b"], value=[1.5, None]))
+    assert report.to_markdown(table) == "| name | value |\n| --- | --- |\n| a | 1.5 |\n| b | not measured |\n"
