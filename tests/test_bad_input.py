@@ -265,9 +265,9 @@ def test_nothing_passed_in_is_touched(method):
     assert torch.equal(roll(**given, method=method).tokens[:, :2], before["prefix"]) and torch.equal(given["prefix"], before["prefix"])
 
 
-@pytest.mark.parametrize(("load", "name", "near"), [(hbsjd.load_model, "small-studnt", "small-student"), (hbsjd.load_model, "x", "small-teacher"), (vq.load, "smal", "small")])
-def test_unknown_model_name(load, name, near):
-    refused(lambda: load(name), repr(name), near)
+@pytest.mark.parametrize(("name", "near"), [("small-studnt", "small-student"), ("x", "small-teacher"), ("x", "small-student")])
+def test_unknown_model_name(name, near):
+    refused(lambda: hbsjd.load_model(name), repr(name), near)
 
 
 @pytest.fixture(scope="module")
@@ -280,9 +280,9 @@ def test_pictures_of_a_wrong_shape(tokenizer, shape):
     refused(lambda: tokenizer.encode(torch.zeros(shape)), "images must be [B, 3, H, W]", str(shape))
 
 
-@pytest.mark.parametrize("codes", [ids([0, 1, 2, 300]), ids([0, -1, 2, 3]), ids([0, 1, 2]), ids(0, 1, 2, 3), ids([[0, 1], [2, 3]])], ids=lambda x: str(x.tolist()))
+@pytest.mark.parametrize("codes", [[[0, 1, 2, 300]], [[0, -1, 2, 3]], [[0, 1, 2]], [0, 1, 2, 3], [[[0, 1], [2, 3]]]], ids=str)
 def test_codes_that_are_no_image(tokenizer, codes):
-    refused(lambda: tokenizer.decode(codes), "codes must")
+    refused(lambda: tokenizer.decode(torch.tensor(codes)), "codes must")
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])

@@ -56,9 +56,10 @@ def correlation(x: torch.Tensor, y: torch.Tensor) -> float:
     return float(torch.corrcoef(torch.stack([x, y]))[0, 1])
 
 
-@pytest.mark.parametrize(
-    "other", [dict(seed=1), dict(seed=-1), dict(image=1), dict(image=2**40), dict(position=1), dict(own_round=1), dict(purpose=SHARED), dict(image=3, position=2, own_round=1)], ids=str
-)
+ANOTHER = [dict(seed=1), dict(seed=-1), dict(image=1), dict(image=2**40), dict(position=1), dict(own_round=1), dict(purpose=SHARED), dict(image=3, position=2)]
+
+
+@pytest.mark.parametrize("other", ANOTHER, ids=str)
 def test_streams_of_two_keys_are_uncorrelated(other):
     """Candidates are compared as they are and shifted by one: neither the same stream nor one that overlaps it."""
     x, y = gumbel(key(), N), gumbel(key(**other), N)
@@ -83,6 +84,12 @@ def test_no_two_keys_of_a_rollout_are_equal(seed):
     """Image, position, round and purpose taken together: one image's coins are not another one's draws."""
     keys = [key(seed, purpose, torch.arange(16)[:, None, None], torch.arange(32)[:, None], torch.arange(16)).flatten() for purpose in PURPOSES]
     assert len(torch.cat(keys).unique()) == 4 * 16 * 32 * 16
+
+
+def test_no_two_keys_of_two_rollouts_are_equal():
+    """Image 1 under seed 0 is not image 0 under seed 1."""
+    keys = [key(seed, purpose, torch.arange(64)[:, None], torch.arange(16)).flatten() for seed in range(-16, 16) for purpose in PURPOSES]
+    assert len(torch.cat(keys).unique()) == 32 * 4 * 64 * 16
 
 
 @pytest.mark.parametrize("seed", [0, 1, 12345])
@@ -171,7 +178,8 @@ def test_same_integers_for_any_layout_and_thread_count(threads):
             assert torch.equal(together[row, column], alone)
     finally:
         torch.set_num_threads(before)
-    assert torch.equal(together[..., :10], integers(key(3, DRAW, images[:, None], positions, rounds[:, None]), 10)), "a candidate's number does not depend on how many there are"
+    fewer = integers(key(3, DRAW, images[:, None], positions, rounds[:, None]), 10)
+    assert torch.equal(together[..., :10], fewer), "a candidate's number does not depend on how many there are"
 
 
 # ---- decisions ---------------------------------------------------------------------------------------------------------------------------
@@ -214,6 +222,13 @@ def test_decisions_of_different_purposes_differ():
     d = decisions(0, window(images=range(40), cursors=[0] * 40, width=40, rounds=[0] * 40))
     for x, y in ((d["draw"], d["shared"]), (d["draw"][:, :-1], d["pick"]), (d["shared"][:, :-1], d["pick"])):
         assert (x == y).double().mean() < 0.08
+
+
+def test_coins_say_nothing_about_what_is_drawn():
+    w, keyed = window(images=range(100), cursors=[0] * 100, width=100, rounds=[0] * 100), KeyedNoise(0)
+    heads, even = keyed.coin(torch.full((100, 100), 0.5), w), torch.zeros(100, 101, 2)
+    for tokens in (keyed.draw(even, w), keyed.shared(even, w), keyed.pick(2, w)):
+        assert abs((heads == tokens[:, :100]).double().mean() - 0.5) < 5 * 0.5 / 100
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

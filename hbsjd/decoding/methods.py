@@ -1,4 +1,4 @@
-"""Every named method: one line on the axes rule, draft, schedule, execution, window. The paper's rollout time at B = 64 (LlamaGen-B, H200) is in the comment."""
+"""Every named method: one line on the axes rule, draft, schedule, execution, window. In the comments: the paper's rollouts at B = 64 on an H200."""
 from __future__ import annotations
 
 from hbsjd.decoding.drafts import History

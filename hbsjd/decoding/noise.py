@@ -44,7 +44,7 @@ class KeyedNoise:
 
 def row_keys(seed: int, purpose: int, image, position, own_round=0) -> torch.Tensor:
     """The 64-bit key (int64, all bits in use) of a row of noise, for integer tensors that broadcast against each other."""
-    key = mix(mix(image ^ signed(seed * GOLDEN + purpose)) ^ own_round)
+    key = mix(mix(image ^ signed(seed * GOLDEN)) ^ (own_round * 8 + purpose))
     return mix(key + position * signed(GOLDEN))
 
 

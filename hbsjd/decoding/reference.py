@@ -13,16 +13,16 @@ from hbsjd.decoding.types import Policy
 
 def decode(model, condition: int, prefix: list[int], rule: str, W: int, H: int, length: int, seed: int, image: int, policy: Policy) -> list[int]:
     """The tokens of one image (prefix included) under rule "Greedy", "Gumbel" or "Probabilistic" with History(H) drafts."""
-    tokens, drafts, own_round = list(prefix), [], 0
+    V, tokens, drafts, own_round = model.config.vocab_size, list(prefix), [], 0
+
+    def key(purpose, position, own_round=0):
+        return row_keys(seed, purpose, torch.tensor(image), torch.tensor(position), own_round)
+
     while len(tokens) < length:
         start, remaining = len(tokens), length - len(tokens)
         width = min(W, remaining)
 
-        def key(purpose, j, per_round=True):
-            return row_keys(seed, purpose, torch.tensor(image), torch.tensor(start + j), own_round if per_round else 0)
-
         # the window: predictions of the last round, then committed tokens H, 2 H, ... back, else uniform tokens; each with its q
-        V = model.config.vocab_size
         for j in range(len(drafts), width):
             source = start + j - H
             while source >= start:
@@ -30,7 +30,7 @@ def decode(model, condition: int, prefix: list[int], rule: str, W: int, H: int, 
             if source >= 0:
                 drafts.append((tokens[source], one_hot(tokens[source], V)))
             else:
-                drafts.append((int(integers(key(PICK, j), 1)) * V >> 32, torch.full((V,), 1 / V, dtype=torch.double)))
+                drafts.append((int(integers(key(PICK, start + j, own_round), 1)) * V >> 32, torch.full((V,), 1 / V, dtype=torch.double)))
         drafts = drafts[:width]
 
         # one forward: prediction j stands where draft j stands
@@ -46,13 +46,13 @@ def decode(model, condition: int, prefix: list[int], rule: str, W: int, H: int, 
             if rule == "Greedy":
                 token = int(score.argmax())
             elif rule == "Gumbel":
-                token = int((score + gumbel(key(SHARED, j, per_round=False), V).to(score.dtype)).argmax())
-            elif standing and draft is not None and uniform(key(COIN, j), 1) < (p[draft] / q[draft]).clamp(max=1):
+                token = int((score + gumbel(key(SHARED, start + j), V).to(score.dtype)).argmax())
+            elif standing and draft is not None and uniform(key(COIN, start + j, own_round), 1) < (p[draft] / q[draft]).clamp(max=1):
                 token = draft
             else:
                 residual = (p - q.to(p.dtype)).clamp(min=0) if standing and draft is not None else p
                 weights = residual if residual.sum() > 0 else p
-                token = int((weights.log() + gumbel(key(DRAW, j), V).to(p.dtype)).argmax())
+                token = int((weights.log() + gumbel(key(DRAW, start + j, own_round), V).to(p.dtype)).argmax())
                 standing = False
             if rule != "Probabilistic":
                 standing = standing and token == draft

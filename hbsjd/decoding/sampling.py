@@ -20,6 +20,6 @@ def scores(logits: torch.Tensor, policy: Policy) -> torch.Tensor:
 
 def outside_nucleus(x: torch.Tensor, top_p: float) -> torch.Tensor:
     """True where a token is not among the fewest most probable ones whose probability reaches top_p."""
-    ranked, order = x.sort(dim=-1, descending=True)
+    ranked, order = x.sort(dim=-1, descending=True, stable=True)
     p = ranked.softmax(-1)
     return torch.zeros_like(x, dtype=torch.bool).scatter(-1, order, p.cumsum(-1) - p >= top_p)

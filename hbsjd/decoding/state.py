@@ -9,9 +9,12 @@ from hbsjd.decoding.types import Method, Policy, Rollout, Verdict, Window
 class State:
     """Tensors of B images. `tokens` has one column more than an image: it takes what a round predicts but does not commit."""
 
-    def __init__(self, model, cache, method: Method, policy: Policy, prefix_BP, start_B, image_B, length: int, logprobs: bool = False):
+    def __init__(
+        self, model, cache, method: Method, policy: Policy, prefix_BP, start_B, image_B, length: int, logprobs: bool = False, rows_per_image: int = 1
+    ):
         B, device = len(start_B), start_B.device
         self.model, self.cache, self.method, self.policy, self.length = model, cache, method, policy, length
+        self.rows_per_image = rows_per_image  # a guided image costs two physical rows
         self.start, self.cursor, self.image = start_B, start_B.clone(), image_B
         self.round = torch.zeros_like(start_B)
         self.tokens = torch.zeros(B, length + 1, dtype=torch.long, device=device)
@@ -90,7 +93,7 @@ class State:
         per_image = torch.zeros(2, len(self.cursors), dtype=torch.long, device=advance_R.device)
         per_image[:, window.index_R] = torch.stack([advance_R, torch.minimum(verdict.accepted_R, advance_R)])
         R, L = window.positions_RL.shape
-        self.trace.append((len(self.active), R * (2 if self.policy.guidance > 1 else 1), L - 1, per_image))
+        self.trace.append((len(self.active), R * self.rows_per_image, L - 1, per_image))
 
     def result(self, prefills: int) -> Rollout:
         active, physical, window, per_image = zip(*self.trace) if self.trace else ((), (), (), ())

@@ -96,6 +96,20 @@ class Rollout:
     prefills: int
     policy: Policy
 
+    def counts(self) -> dict[str, int]:
+        """Totals over the rollout; proposed counts every draft of a window of an unfinished image, accepted those that were committed."""
+        active = self.rounds["active"]
+        return dict(
+            nfe=self.nfe,
+            prefills=self.prefills,
+            rounds=len(active),
+            physical_rows=int(self.rounds["physical_rows"].sum()),
+            row_rounds=int(active.sum()),
+            committed=int((self.length - self.start).sum()),
+            accepted=int(self.rounds["accepted"].sum()),
+            proposed=int((active * self.rounds["window"]).sum()),
+        )
+
 
 def wide(x: torch.Tensor) -> torch.Tensor:
     """float32, or float64 where x already is: the precision of every probability, residual and log-probability."""

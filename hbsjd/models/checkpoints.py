@@ -69,6 +69,14 @@ def write_weights(path: Path, state: dict[str, torch.Tensor], provenance: dict) 
     os.replace(partial_json, path.with_suffix(".json"))
 
 
+def fingerprint(model: torch.nn.Module) -> str:
+    """A checksum of a model's weights as they are in memory, whatever file they came from."""
+    digest = hashlib.sha256()
+    for key, value in model.state_dict().items():
+        digest.update(key.encode() + value.detach().float().cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
 def sha256(path: Path) -> str:
     with open(path, "rb") as f:
         return hashlib.file_digest(f, "sha256").hexdigest()

@@ -47,8 +47,8 @@ SIZES = {  # dim, layers, heads; parameters with 16384 codes and 1000 classes (t
     "xl": dict(dim=1280, n_layer=36, n_head=20),     # 774,699,520
     "xxl": dict(dim=1536, n_layer=48, n_head=24),    # 1,410,972,672
     "3b": dict(dim=3200, n_layer=24, n_head=32),     # 3,096,659,200, head dimension 100
-    "small-student": dict(dim=256, n_layer=6, n_head=4),
-    "small-teacher": dict(dim=384, n_layer=8, n_head=6),
+    "small-student": dict(dim=256, n_layer=6, n_head=4),   # 5.4 M
+    "small-teacher": dict(dim=256, n_layer=18, n_head=4),  # 15.6 M
     "tiny": dict(dim=64, n_layer=2, n_head=2),       # random weights, for tests and `smoke`
 }
 

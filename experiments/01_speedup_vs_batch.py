@@ -1,0 +1,120 @@
+"""Speedup over autoregressive decoding against batch size and suffix length (paper: Tables 2, 4, 5; Fig. 1b left).
+
+To extend the sweep, edit the constants below and run again: only the new rows are measured.
+"""
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from statistics import median
+
+import torch
+from tqdm import tqdm
+
+from hbsjd import bench, data
+from hbsjd.api import resolve
+from hbsjd.decoding.execution import Hybrid
+from hbsjd.models import checkpoints
+from hbsjd.models.guidance import Guided
+from hbsjd.results import Run
+
+STEM = "01_speedup_vs_batch"
+METHODS = ["ar_greedy", "ar", "sjd_lockstep", "sjd_synchronous", "hbsjd_full", "hbsjd_compact", "hbsjd", "hbsjd_probabilistic", "hbsjd_gumbel"]
+SHORT = ["ar_greedy", "ar", "hbsjd", "hbsjd_probabilistic", "hbsjd_gumbel"]  # at prefix ratios other than HALF
+SLOW = ["sjd_lockstep", "sjd_synchronous"]                                   # fewer repeats at the largest batch
+GUIDANCE, HALF = 2.0, 0.5
+SWEEP = {
+    "smoke": dict(batches=[1, 4], ratios=[0.25], ratio_batch=4, repeats=2, slow_repeats=1, bare_batches=[4], bare_pairs=3, minutes=0.5),
+    "small": dict(batches=[1, 4, 16, 64], ratios=[0.2, 0.4, 0.6, 0.75], ratio_batch=16, repeats=5, slow_repeats=3, bare_batches=[16, 64],
+                  bare_pairs=21, minutes=12),
+}
+KEYS = ("method", "B", "prefix_ratio", "dtype", "repeat")
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def cells(sweep: dict, fastest: dict[str, str]) -> list[dict]:
+    """Every rollout to time. At a batch size both sides use the dtype in which AR is faster; one batch size also has the other dtype."""
+    settings = [(B, HALF, fastest[str(B)]) for B in sweep["batches"]]
+    settings += [(sweep["ratio_batch"], ratio, fastest[str(sweep["ratio_batch"])]) for ratio in sweep["ratios"]]
+    settings += [(sweep["ratio_batch"], HALF, dtype) for dtype in DTYPES if dtype != fastest[str(sweep["ratio_batch"])]]
+    listed = []
+    for B, ratio, dtype in settings:
+        bare = B in sweep["bare_batches"] and ratio == HALF and dtype == fastest[str(B)]
+        for repeat in range(sweep["bare_pairs"] if bare else sweep["repeats"]):
+            methods = [m for m in (METHODS if ratio == HALF else SHORT) if repeat < repeats_of(m, B, sweep)] if repeat < sweep["repeats"] else ["ar"]
+            listed += [dict(method=m, B=B, prefix_ratio=ratio, dtype=dtype, repeat=repeat) for m in methods + ["bare_ar"] * bare]
+    return listed
+
+
+def repeats_of(method: str, B: int, sweep: dict) -> int:
+    return sweep["slow_repeats"] if method in SLOW and B == max(sweep["batches"]) else sweep["repeats"]
+
+
+def faster_dtype(models: dict, condition) -> str:
+    """The dtype in which one guided autoregressive step is faster, at half an image."""
+    device, B, calls = condition.device, len(condition), {}
+    for name, model in models.items():
+        guided, half = Guided(model, GUIDANCE), model.config.block_size // 2
+        given = torch.zeros(B, half, dtype=torch.long, device=device)
+        cache = guided.prefill(condition, given, torch.full((B,), half, device=device), half + 2)
+        positions = torch.full((B, 1), half - 1, device=device)
+        calls[name] = lambda step=guided.step, cache=cache, positions=positions: step(torch.zeros_like(positions), positions, cache, slice(0, B))
+    seconds = bench.interleaved(calls, repeats=9, device=device, warmup=3)
+    return min(seconds, key=lambda name: median(seconds[name]))
+
+
+def measure(cell: dict, scene: data.Scene, model, seed: int, gamma: float, length: int | None = None) -> dict:
+    """One timed rollout. Every method of a repeat gets the same images, prefixes and noise."""
+    B, T, name = cell["B"], model.config.block_size, cell["method"]
+    given = int(cell["prefix_ratio"] * T)
+    images = (torch.arange(B) + cell["repeat"] * B) % len(scene.codes)
+    inputs = (scene.condition[images], scene.codes[images, :given])
+    method = resolve("ar" if name == "bare_ar" else name, model.config)
+    if isinstance(method.execution, Hybrid):
+        method = replace(method, execution=Hybrid(gamma))
+    if name == "bare_ar":
+        start = bench.clock(scene.condition.device)
+        bench.bare_ar(Guided(model, GUIDANCE), *inputs, seed + cell["repeat"])
+        suffix = T - given
+        figures = dict(seconds=bench.clock(scene.condition.device) - start, forward_seconds=float("nan"), peak_mb=float("nan"))
+        counts = dict(nfe=suffix, prefills=1, rounds=suffix, physical_rows=2 * B * suffix, row_rounds=B * suffix, committed=B * suffix, accepted=0, proposed=0)
+    else:
+        out, figures = bench.timed_rollout(model, *inputs, method, seed=seed + cell["repeat"], length=length, guidance=GUIDANCE)
+        counts = out.counts()
+    axes = {axis: type(getattr(method, axis)).__name__ for axis in ("rule", "schedule", "draft", "execution")}
+    return dict(
+        model=scene.name, **cell, **axes, W=method.window.W, H=method.draft.H, gamma=gamma * B, guidance=GUIDANCE, temperature=1.0, top_k=0, top_p=1.0,
+        T=T, seed=seed + cell["repeat"], compile=False, threads=torch.get_num_threads(), **figures, **counts,
+    )
+
+
+def main(args) -> None:
+    sweep = SWEEP[args.scale]
+    scene = data.scene(args.scale, args.device)
+    weights, threads = checkpoints.fingerprint(scene.model), torch.get_num_threads()
+    config = dict(scale=args.scale, model=scene.name, weights=weights, seed=args.seed, threads=threads, guidance=GUIDANCE)
+    run = Run(STEM, args.scale, config, bench.device_name(args.device), KEYS, args.fresh)
+    models = {name: copy.deepcopy(scene.model).to(dtype) for name, dtype in DTYPES.items()}
+
+    # Which dtype, and when Compact pays (Eq. 6): measured once, from forwards that do not depend on data, and kept with the results
+    if "gamma" not in run.facts:
+        fastest = {str(B): faster_dtype(models, scene.condition[:1].expand(B)) for B in sweep["batches"]}
+        latency = {str(B): bench.calibrate(Guided(models[fastest[str(B)]], GUIDANCE), B, 16, args.device) for B in sweep["batches"] if B > 1}
+        run.note(fastest_dtype=fastest, calibration=latency, gamma={"1": 0.0} | {B: part["gamma"] for B, part in latency.items()})
+    fastest, gamma = run.facts["fastest_dtype"], run.facts["gamma"]
+
+    todo = run.missing(cells(sweep, fastest))
+    print(f"{STEM}: {len(todo)} rollouts to time on {args.device}, about {sweep['minutes'] * len(todo) / len(cells(sweep, fastest)):.1f} minutes")
+    warm = set()
+    for cell in tqdm(todo, desc=STEM, mininterval=1):
+        inputs = (scene, models[cell["dtype"]], args.seed, gamma[str(cell["B"])])
+        kind = (cell["method"], cell["B"], cell["dtype"])
+        if kind not in warm and cell["method"] != "bare_ar":  # a short one that is not kept
+            measure(cell, *inputs, length=min(scene.codes.shape[1], int(cell["prefix_ratio"] * scene.codes.shape[1]) + 20))
+            warm.add(kind)
+        run.add(dict(scale=args.scale) | measure(cell, *inputs))
+    run.finish()
+
+
+if __name__ == "__main__":
+    bench.run_experiment(main, bench.experiment(__doc__))

@@ -1,0 +1,162 @@
+"""Timing: a stopwatch around a model's forwards, a timed rollout, a bare autoregressive loop to compare with, and the calibration of gamma."""
+from __future__ import annotations
+
+import argparse
+import resource
+import sys
+import time
+from dataclasses import dataclass, field
+from statistics import median
+from typing import Any
+
+import torch
+
+from hbsjd.api import rollout
+from hbsjd.decoding.noise import SHARED, perturbed_argmax, row_keys
+from hbsjd.decoding.types import Method, Rollout, wide
+
+
+def experiment(description: str, scales=("smoke", "small")) -> argparse.ArgumentParser:
+    """The arguments that every experiment takes."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--scale", choices=scales, default="small", help="smoke: random tiny models; small: the bundled ones")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--fresh", action="store_true", help="measure everything again, into a new results file")
+    return parser
+
+
+def run_experiment(main, parser: argparse.ArgumentParser) -> None:
+    """A user's mistake ends as one line on stderr and exit code 1."""
+    try:
+        main(parser.parse_args())
+    except ValueError as error:
+        sys.exit(f"{parser.prog}: {error}")
+
+
+def clock(device) -> float:
+    """Seconds now, after all that was asked of the device is done."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def device_name(device) -> str:
+    """What results are filed under: "cpu" (which they turn into the processor's model) or the GPU's name."""
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
+
+
+def interleaved(calls: dict[Any, Any], repeats: int, device, warmup: int = 1) -> dict[Any, list[float]]:
+    """Seconds of each call, every repeat running all of them in turn, after warm-up rounds that are not kept."""
+    seconds = {name: [] for name in calls}
+    for repeat in range(-warmup, repeats):
+        for name, call in calls.items():
+            start = clock(device)
+            call()
+            if repeat >= 0:
+                seconds[name].append(clock(device) - start)
+    return seconds
+
+
+@dataclass
+class Timed:
+    """A model that notes when its verifier forwards begin and end: CUDA events where there is CUDA, so that nothing waits for them."""
+
+    model: Any
+    device: torch.device
+    marks: list = field(default_factory=list)
+
+    def __post_init__(self):
+        self.config = self.model.config
+
+    def prefill(self, *args, **kwargs):
+        return self.model.prefill(*args, **kwargs)
+
+    def step(self, *args):
+        self.mark()
+        logits = self.model.step(*args)
+        self.mark()
+        return logits
+
+    def mark(self):
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            self.marks.append(event)
+        else:
+            self.marks.append(time.perf_counter())
+
+    def seconds(self) -> float:
+        pairs = list(zip(self.marks[::2], self.marks[1::2]))
+        if self.device.type == "cuda":
+            return sum(start.elapsed_time(end) for start, end in pairs) / 1000
+        return sum(end - start for start, end in pairs)
+
+
+def timed_rollout(model, condition, prefix, method: str | Method, **kwargs) -> tuple[Rollout, dict]:
+    """A rollout with its `seconds`, the `forward_seconds` of the model inside it, and `peak_mb` (of the device; on a CPU, of the process so far).
+
+    `model` is the bare one: guidance is an argument, as it is of `rollout`.
+    """
+    timed, cuda = Timed(model, condition.device), condition.device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(condition.device)
+    start = clock(condition.device)
+    out = rollout(timed, condition, prefix, method, **kwargs)
+    seconds = clock(condition.device) - start
+    peak = torch.cuda.max_memory_allocated(condition.device) / 2**20 if cuda else process_peak_mb()
+    return out, dict(seconds=seconds, forward_seconds=timed.seconds(), peak_mb=round(peak, 1))
+
+
+def process_peak_mb() -> float:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+
+
+@torch.no_grad()
+def bare_ar(model, condition, prefix_BP, seed: int) -> torch.Tensor:
+    """Autoregressive decoding as one writes it by hand, with nothing of our loop: the same sampler, prefill and cache. Tokens [B, T]."""
+    (B, P), T = prefix_BP.shape, model.config.block_size
+    device = condition.device
+    cache = model.prefill(condition, prefix_BP, torch.full((B,), P, device=device), T + 1)
+    tokens = torch.zeros(B, T, dtype=torch.long, device=device)
+    tokens[:, :P] = prefix_BP
+    images, positions = torch.arange(B, device=device)[:, None], torch.arange(-1, T, device=device)
+    last = prefix_BP[:, -1:]
+    for t in range(P, T):
+        logits = model.step(last, positions[t].expand(B, 1), cache, slice(0, B))
+        last = perturbed_argmax(wide(logits), row_keys(seed, SHARED, images, positions[t + 1].expand(B, 1)))
+        tokens[:, t] = last[:, 0]
+    return tokens
+
+
+@torch.no_grad()
+def calibrate(model, batch: int, width: int, device, repeats: int = 5) -> dict:
+    """Verifier latency at half an image, from a few forwards that do not depend on data: Full at `batch` rows, Compact at fewer.
+
+    Returns {"width", "full": seconds, "compact": {rows: seconds}, "gamma"}; rows are those of the model given (images, if it is guided);
+    gamma (Eq. 6) is the largest fraction of the batch at which Compact is the cheaper one.
+    """
+    T = model.config.block_size
+    condition, half = torch.zeros(batch, dtype=torch.long, device=device), torch.full((batch,), T // 2, device=device)
+    cache = model.prefill(condition, torch.zeros(batch, T // 2, dtype=torch.long, device=device), half, T + width + 1)
+    tokens = torch.zeros(batch, width + 1, dtype=torch.long, device=device)
+    positions = (half - 1)[:, None] + torch.arange(width + 1, device=device)
+    calls = {"full": lambda: model.step(tokens, positions, cache, slice(0, batch))}
+    for rows in sorted({max(1, batch * eighth // 8) for eighth in range(1, 8)} - {batch}):
+        index = torch.arange(rows, device=device)
+        calls[rows] = lambda rows=rows, index=index: model.step(tokens[:rows], positions[:rows], cache, index)
+    seconds = {name: median(times) for name, times in interleaved(calls, repeats, device).items()}
+    full = seconds.pop("full")
+    return dict(width=width, full=full, compact=seconds, gamma=crossing(seconds, full, batch) / batch)
+
+
+def crossing(compact: dict[int, float], full: float, batch: int) -> int:
+    """The most rows at which Compact costs less than Full, between measured points by a straight line."""
+    best, before = 0, (0, 0.0)
+    for rows, cost in [*sorted(compact.items()), (batch, float("inf"))]:
+        if cost >= full:
+            share = 1.0 if cost == float("inf") else (full - before[1]) / (cost - before[1])
+            return max(best, min(batch - 1, int(before[0] + share * (rows - before[0]))))
+        best, before = rows, (rows, cost)
+    return best
