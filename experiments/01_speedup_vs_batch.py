@@ -69,21 +69,21 @@ def measure(cell: dict, scene: data.Scene, model, seed: int, gamma: float, lengt
     given = int(cell["prefix_ratio"] * T)
     images = (torch.arange(B) + cell["repeat"] * B) % len(scene.codes)
     inputs = (scene.condition[images], scene.codes[images, :given])
-    method = resolve("ar" if name == "bare_ar" else name, model.config)
+    method, hybrid_above = resolve("ar" if name == "bare_ar" else name, model.config), None
     if isinstance(method.execution, Hybrid):
-        method = replace(method, execution=Hybrid(gamma))
+        method, hybrid_above = replace(method, execution=Hybrid(gamma)), round(gamma * B)
     if name == "bare_ar":
         start = bench.clock(scene.condition.device)
         bench.bare_ar(Guided(model, GUIDANCE), *inputs, seed + cell["repeat"])
         suffix = T - given
-        figures = dict(seconds=bench.clock(scene.condition.device) - start, forward_seconds=float("nan"), peak_mb=float("nan"))
+        figures = dict(seconds=bench.clock(scene.condition.device) - start, forward_seconds=None, peak_mb=None)
         counts = dict(nfe=suffix, prefills=1, rounds=suffix, physical_rows=2 * B * suffix, row_rounds=B * suffix, committed=B * suffix, accepted=0, proposed=0)
     else:
         out, figures = bench.timed_rollout(model, *inputs, method, seed=seed + cell["repeat"], length=length, guidance=GUIDANCE)
         counts = out.counts()
     axes = {axis: type(getattr(method, axis)).__name__ for axis in ("rule", "schedule", "draft", "execution")}
     return dict(
-        model=scene.name, **cell, **axes, W=method.window.W, H=method.draft.H, gamma=gamma * B, guidance=GUIDANCE, temperature=1.0, top_k=0, top_p=1.0,
+        model=scene.name, **cell, **axes, W=method.window.W, H=method.draft.H, gamma=hybrid_above, guidance=GUIDANCE, temperature=1.0, top_k=0, top_p=1.0,
         T=T, seed=seed + cell["repeat"], compile=False, threads=torch.get_num_threads(), **figures, **counts,
     )
 

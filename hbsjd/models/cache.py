@@ -25,14 +25,12 @@ class Cache:
     def rows(self) -> int:
         return len(self.condition)
 
-    def fill(self, layer: int, rows, k_RLND, v_RLND) -> None:
-        """Write the first L slots of `rows`."""
-        self.bound = max(self.bound, k_RLND.shape[1])
-        self.keys[layer, rows, : k_RLND.shape[1]] = k_RLND
-        self.values[layer, rows, : v_RLND.shape[1]] = v_RLND
+    def fill(self, rows) -> Filling:
+        """For a forward that writes the first slots of `rows`."""
+        return Filling(self, rows)
 
     def open(self, rows, positions_RL) -> Round:
-        """What one forward over `rows` needs at every layer: slots, visible part, mask."""
+        """For a forward over `rows` at given positions: slots, visible part, mask, the same at every layer."""
         slots_RL = positions_RL + self.first
         live = self.live(slots_RL)
         visible_RLS = torch.arange(live, device=slots_RL.device) <= slots_RL[..., None]
@@ -65,8 +63,23 @@ class Cache:
 
 
 @dataclass(frozen=True)
+class Filling:
+    """A forward of whole prefixes into some rows of a cache."""
+
+    cache: Cache
+    rows: slice | torch.Tensor
+
+    def attend(self, layer: int, q_RLND, k_RLND, v_RLND):
+        L = k_RLND.shape[1]
+        self.cache.bound = max(self.cache.bound, L)
+        self.cache.keys[layer, self.rows, :L] = k_RLND
+        self.cache.values[layer, self.rows, :L] = v_RLND
+        return attend_causally(q_RLND, k_RLND, v_RLND)
+
+
+@dataclass(frozen=True)
 class Round:
-    """One forward over some rows of a cache."""
+    """A forward at the ends of some rows of a cache."""
 
     cache: Cache
     rows: slice | torch.Tensor
@@ -82,3 +95,9 @@ class Round:
         values[self.index_R1, self.slots_RL] = v_RLND
         q, k, v = (x.transpose(1, 2) for x in (q_RLND, keys[self.rows, : self.live], values[self.rows, : self.live]))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=self.mask_R1LS).transpose(1, 2)
+
+
+def attend_causally(q, k, v):
+    """Attention of whole sequences, [B, L, N, D] each."""
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)

@@ -9,6 +9,7 @@ The cache holds keys and values at [row, slot], slot = cls_token_num + position;
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import isqrt
 
 import torch
@@ -16,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from hbsjd.decoding.types import wide
-from hbsjd.models.cache import Cache
+from hbsjd.models.cache import Cache, attend_causally
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,9 @@ class LlamaGen(nn.Module):
         cache.condition[rows] = embedded[:, -1]
         x_RLD = torch.cat([embedded, self.tok_embeddings(prefix_BP[:, :-1])], dim=1)
         rotary_L = self.rotate_by(torch.arange(x_RLD.shape[1], device=x_RLD.device))
+        filling = cache.fill(rows)
         for i, layer in enumerate(self.layers):
-            x_RLD = layer(x_RLD, rotary_L, lambda q, k, v, i=i: cache.fill(i, rows, k, v) or attend_causally(q, k, v))
+            x_RLD = layer(x_RLD, rotary_L, partial(filling.attend, i))
         return cache
 
     @torch.no_grad()
@@ -102,7 +104,7 @@ class LlamaGen(nn.Module):
         round_ = cache.open(rows, positions_RL)
         rotary_RL = self.rotate_by(round_.slots_RL)
         for i, layer in enumerate(self.layers):
-            x_RLD = layer(x_RLD, rotary_RL, lambda q, k, v, i=i: round_.attend(i, q, k, v))
+            x_RLD = layer(x_RLD, rotary_RL, partial(round_.attend, i))
         return self.output(self.norm(x_RLD))
 
     def embed_condition(self, condition_B):
@@ -170,12 +172,6 @@ class RMSNorm(nn.Module):
 
     def forward(self, x):
         return F.rms_norm(wide(x), self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
-
-
-def attend_causally(q, k, v):
-    """Attention of whole sequences, [B, L, N, D] each."""
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2)
 
 
 def rotate(x_RLND, rotary):

@@ -1,0 +1,36 @@
+"""README's example is a program that runs, and what README names exists."""
+import re
+import subprocess
+import sys
+
+import pytest
+
+from hbsjd.results import ROOT
+
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+
+
+def test_the_example_runs(tmp_path):
+    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+    assert len(example.splitlines()) <= 30
+    done = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "samples.png").exists()
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(((?!https?:|#)[^)]+)\)", README))))
+def test_local_links_lead_somewhere(link):
+    assert (ROOT / link.split("#")[0]).exists()
+
+
+def test_every_stage_is_in_the_map():
+    for script in (ROOT / "experiments").glob("[0-9]*.py"):
+        assert script.stem in README
+
+
+def test_every_method_is_explained():
+    from hbsjd import METHODS
+
+    for name in METHODS:
+        stem = name.removesuffix("_gumbel").removesuffix("_probabilistic")
+        assert f"`{stem}`" in README, name
