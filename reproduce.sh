@@ -29,7 +29,7 @@ die() { echo "reproduce.sh: $1" >&2; exit 1; }
 mode='' only='' fresh=''
 while [ $# -gt 0 ]; do
   case $1 in
-    smoke|small|paper|figures) mode=$1 ;;
+    smoke|small|paper|figures) [ -z "$mode" ] || die "two modes at once: $mode and $1"; mode=$1 ;;
     test) mode='test'; shift; break ;;
     --only) only=${2:-}; [ -n "$only" ] || die "--only needs stage numbers, as in: --only 01,03"; shift ;;
     --fresh) fresh=--fresh ;;
@@ -38,6 +38,7 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
+case $mode in test|figures) [ -z "$only$fresh" ] || die "$mode takes neither --only nor --fresh" ;; esac
 [ "$mode" != paper ] || die "the paper's scale is not built yet; run: bash reproduce.sh small"
 [ -n "$mode" ] || { mode=small; echo "scale: small (the default until the paper's scale is built)"; }
 numbers=$(echo "$stages" | sed -n 's/_.*//p' | tr '\n' ' ')
@@ -55,7 +56,7 @@ run() { "$@" 2>&1 </dev/null | tee -a "$log"; } # pipefail: its exit code is the
 venv=.venv need_gb=8 cost="4 minutes, 6 GB" conda=''
 if [ "$mode" = figures ]; then
   venv=.venv-figures need_gb=2 cost="1 minute, 1 GB"
-elif [ "${CONDA_DEFAULT_ENV:-base}" != base ]; then
+elif [ "${CONDA_DEFAULT_ENV:-base}" != base ] && [ -n "${CONDA_PREFIX:-}" ]; then
   venv=$CONDA_PREFIX conda=yes
   say "using the active conda environment $CONDA_DEFAULT_ENV"
 elif [ -n "${CONDA_PREFIX:-}" ]; then
@@ -138,7 +139,7 @@ while read -r stem minutes; do
   say "$(commands "$stem" | sed 's/^/    python /')"
 done <<< "$plan"
 
-trap '[ $? = 0 ] || echo "reproduce.sh: stopped in stage $stem; the same command resumes (log: $log)" >&2' EXIT
+trap '[ $? = 0 ] || echo "reproduce.sh: stopped in stage $stem; the same command${fresh:+ without --fresh} resumes (log: $log)" >&2' EXIT
 while read -r stem minutes; do
   say "== $stem"
   # shellcheck disable=SC2086 # one word per argument

@@ -1,10 +1,12 @@
 """The models of a scale: check and measure the bundled ones and draw what they make, or train them again from nothing (--retrain).
 
-`--retrain` follows the recipe below on OpenMoji (up to 120 minutes on two cores), writes to checkpoints/00_prepare/ and says how close it
-came to the bundled models. Killed, it resumes with the same command; every step's data depends on the seed and the step alone.
+Everything here runs on the CPU, whatever --device says. `--retrain` follows the recipes below on OpenMoji (up to 120 minutes on two cores),
+writes to checkpoints/00_prepare/ and says how close it came to the bundled models. Killed, it resumes with the same command: every step's
+data depends on the seed and the step alone.
 """
 from __future__ import annotations
 
+import os
 import platform
 import time
 from dataclasses import asdict
@@ -22,6 +24,7 @@ from hbsjd.models import checkpoints, llamagen, vq
 
 STEM = "00_prepare"
 NAMES = ("small-tokenizer", "small-student", "small-teacher")
+CHECKPOINTS = Path(os.environ.get("HBSJD_CHECKPOINTS", results.ROOT / "checkpoints"))
 KEYS = ("model", "split", "metric", "step")
 CLASSES = ["Smileys & Emotion: face-smiling", "Smileys & Emotion: cat-face", "Smileys & Emotion: heart", "Animals & Nature: animal-mammal",
            "Animals & Nature: plant-flower", "Food & Drink: food-fruit", "People & Body: person-role", "Flags: country-flag",
@@ -48,7 +51,7 @@ def train(model, optimizers, loss_at, validate, steps, folder: Path, after=lambd
         for part, state in zip(optimizers + schedules, saved["optimizers"]):
             part.load_state_dict(state)
         start, curve = saved["step"], saved["curve"]
-    began = time.time()
+    began = time.time() - (curve[-1]["seconds"] if curve else 0)
     bar = tqdm(range(start, steps), initial=start, total=steps, mininterval=5, desc=folder.name)
     for step in bar:
         model.train()
@@ -67,7 +70,7 @@ def train(model, optimizers, loss_at, validate, steps, folder: Path, after=lambd
             folder.mkdir(parents=True, exist_ok=True)
             parts = [part.state_dict() for part in optimizers + schedules]
             torch.save(dict(model=model.state_dict(), optimizers=parts, step=step + 1, curve=curve), path.with_suffix(".partial"))
-            path.with_suffix(".partial").rename(path)
+            os.replace(path.with_suffix(".partial"), path)
     return curve
 
 
@@ -189,7 +192,7 @@ def load_all(paths: dict[str, Path]) -> dict:
 
 def retrain(scale: str, seed: int, table, pixels) -> dict[str, Path]:
     """Train the three models one after the other; each ends as bf16 safetensors with its provenance. A finished one is not trained again."""
-    folder = results.ROOT / "checkpoints" / STEM / scale
+    folder = CHECKPOINTS / STEM / f"{scale}-{results.config_hash(dict(seed=seed, recipes=RECIPES[scale]))}"
     paths = {name: folder / f"{name}.safetensors" for name in NAMES}
     tokenizer = None
     for (name, path), recipe in zip(paths.items(), RECIPES[scale]):
@@ -254,7 +257,7 @@ def draw_grid(run, models: dict, table, pixels, seed: int) -> None:
     run.note(grid=dict(rows=list(pictures), columns=names))
     partial_png = run.file("partial.png")
     Image.fromarray(mosaic.permute(1, 2, 0).numpy()).save(partial_png)
-    partial_png.rename(run.file("grid.png"))
+    os.replace(partial_png, run.file("grid.png"))
 
 
 def main(args) -> None:
@@ -268,6 +271,7 @@ def main(args) -> None:
         paths = {name: checkpoints.WEIGHTS / f"{name}.safetensors" for name in NAMES}
     config = dict(scale=args.scale, seed=args.seed, weights={name: checkpoints.read_weights(path)[1]["sha256"] for name, path in paths.items()})
     run = results.Run(STEM, args.scale, config, bench.device_name("cpu"), KEYS, args.fresh)
+    run.note(seed=args.seed)
     models = load_all(paths)
     measure(run, models, paths, table, pixels)
     draw_grid(run, models, table, pixels, args.seed)

@@ -24,7 +24,7 @@ SHORT = ["ar_greedy", "ar", "hbsjd", "hbsjd_probabilistic", "hbsjd_gumbel"]  # a
 SLOW = ["sjd_lockstep", "sjd_synchronous"]                                   # fewer repeats at the largest batch
 GUIDANCE, HALF = 2.0, 0.5
 SWEEP = {
-    "smoke": dict(batches=[1, 4], ratios=[0.25], ratio_batch=4, repeats=2, slow_repeats=1, bare_batches=[4], bare_pairs=3, minutes=0.5),
+    "smoke": dict(batches=[1, 4], ratios=[0.6], ratio_batch=4, repeats=2, slow_repeats=1, bare_batches=[4], bare_pairs=3, minutes=0.5),
     "small": dict(batches=[1, 4, 16, 64], ratios=[0.2, 0.4, 0.6, 0.75], ratio_batch=16, repeats=5, slow_repeats=3, bare_batches=[16, 64],
                   bare_pairs=21, minutes=12),
 }
@@ -39,15 +39,16 @@ def cells(sweep: dict, fastest: dict[str, str]) -> list[dict]:
     settings += [(sweep["ratio_batch"], HALF, dtype) for dtype in DTYPES if dtype != fastest[str(sweep["ratio_batch"])]]
     listed = []
     for B, ratio, dtype in settings:
-        bare = B in sweep["bare_batches"] and ratio == HALF and dtype == fastest[str(B)]
-        for repeat in range(sweep["bare_pairs"] if bare else sweep["repeats"]):
-            methods = [m for m in (METHODS if ratio == HALF else SHORT) if repeat < repeats_of(m, B, sweep)] if repeat < sweep["repeats"] else ["ar"]
-            listed += [dict(method=m, B=B, prefix_ratio=ratio, dtype=dtype, repeat=repeat) for m in methods + ["bare_ar"] * bare]
+        repeats = dict.fromkeys(METHODS if ratio == HALF else SHORT, sweep["repeats"])
+        if ratio == HALF and B == max(sweep["batches"]):
+            repeats |= dict.fromkeys(SLOW, sweep["slow_repeats"])
+        if ratio == HALF and B in sweep["bare_batches"] and dtype == fastest[str(B)]:
+            repeats |= dict.fromkeys(["ar", "bare_ar"], sweep["bare_pairs"])
+        listed += [
+            dict(method=method, B=B, prefix_ratio=ratio, dtype=dtype, repeat=repeat)
+            for repeat in range(max(repeats.values())) for method, times in repeats.items() if repeat < times
+        ]
     return listed
-
-
-def repeats_of(method: str, B: int, sweep: dict) -> int:
-    return sweep["slow_repeats"] if method in SLOW and B == max(sweep["batches"]) else sweep["repeats"]
 
 
 def faster_dtype(models: dict, condition) -> str:
@@ -73,11 +74,7 @@ def measure(cell: dict, scene: data.Scene, model, seed: int, gamma: float, lengt
     if isinstance(method.execution, Hybrid):
         method, hybrid_above = replace(method, execution=Hybrid(gamma)), round(gamma * B)
     if name == "bare_ar":
-        start = bench.clock(scene.condition.device)
-        bench.bare_ar(Guided(model, GUIDANCE), *inputs, seed + cell["repeat"])
-        suffix = T - given
-        figures = dict(seconds=bench.clock(scene.condition.device) - start, forward_seconds=None, peak_mb=None)
-        counts = dict(nfe=suffix, prefills=1, rounds=suffix, physical_rows=2 * B * suffix, row_rounds=B * suffix, committed=B * suffix, accepted=0, proposed=0)
+        counts, figures = bench.timed_bare_ar(Guided(model, GUIDANCE), *inputs, seed + cell["repeat"])
     else:
         out, figures = bench.timed_rollout(model, *inputs, method, seed=seed + cell["repeat"], length=length, guidance=GUIDANCE)
         counts = out.counts()
@@ -94,14 +91,17 @@ def main(args) -> None:
     weights, threads = checkpoints.fingerprint(scene.model), torch.get_num_threads()
     config = dict(scale=args.scale, model=scene.name, weights=weights, seed=args.seed, threads=threads, guidance=GUIDANCE)
     run = Run(STEM, args.scale, config, bench.device_name(args.device), KEYS, args.fresh)
+    run.note(seed=args.seed, checkpoint_sha256=scene.sha256, driver=bench.driver(args.device))
     models = {name: copy.deepcopy(scene.model).to(dtype) for name, dtype in DTYPES.items()}
 
-    # Which dtype, and when Compact pays (Eq. 6): measured once, from forwards that do not depend on data, and kept with the results
-    if "gamma" not in run.facts:
-        fastest = {str(B): faster_dtype(models, scene.condition[:1].expand(B)) for B in sweep["batches"]}
-        latency = {str(B): bench.calibrate(Guided(models[fastest[str(B)]], GUIDANCE), B, 16, args.device) for B in sweep["batches"] if B > 1}
-        run.note(fastest_dtype=fastest, calibration=latency, gamma={"1": 0.0} | {B: part["gamma"] for B, part in latency.items()})
-    fastest, gamma = run.facts["fastest_dtype"], run.facts["gamma"]
+    # Which dtype, and when Compact pays (Eq. 6): measured once per batch size, from forwards that do not depend on data, and kept with the results
+    fastest, calibration, gamma = (dict(run.facts.get(name, {})) for name in ("fastest_dtype", "calibration", "gamma"))
+    for B in sorted({*sweep["batches"], sweep["ratio_batch"]}):
+        if str(B) not in gamma:
+            fastest[str(B)] = faster_dtype(models, scene.condition[:1].expand(B))
+            calibration[str(B)] = bench.calibrate(Guided(models[fastest[str(B)]], GUIDANCE), B, 16, args.device)
+            gamma[str(B)] = calibration[str(B)]["gamma"]
+            run.note(fastest_dtype=fastest, calibration=calibration, gamma=gamma)
 
     todo = run.missing(cells(sweep, fastest))
     print(f"{STEM}: {len(todo)} rollouts to time on {args.device}, about {sweep['minutes'] * len(todo) / len(cells(sweep, fastest)):.1f} minutes")

@@ -10,6 +10,5 @@ def __getattr__(name: str):
     if name in _HOMES:
         return getattr(import_module(f"hbsjd.{_HOMES[name]}"), name)
     if name == "models":
-        import_module("hbsjd.models.vq")  # so that hbsjd.models.vq.load(...) needs no import of its own
         return import_module("hbsjd.models")
     raise AttributeError(f"module 'hbsjd' has no attribute {name!r}")

@@ -2,7 +2,6 @@
 from __future__ import annotations
 
 import argparse
-import resource
 import sys
 import time
 from dataclasses import dataclass, field
@@ -14,12 +13,13 @@ import torch
 from hbsjd.api import rollout
 from hbsjd.decoding.noise import SHARED, perturbed_argmax, row_keys
 from hbsjd.decoding.types import Method, Rollout, wide
+from hbsjd.models.guidance import Guided
 
 
-def experiment(description: str, scales=("smoke", "small")) -> argparse.ArgumentParser:
+def experiment(description: str) -> argparse.ArgumentParser:
     """The arguments that every experiment takes."""
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument("--scale", choices=scales, default="small", help="smoke: random tiny models; small: the bundled ones")
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scale", choices=("smoke", "small"), default="small", help="smoke: random tiny models; small: the bundled ones")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--fresh", action="store_true", help="measure everything again, into a new results file")
@@ -28,8 +28,11 @@ def experiment(description: str, scales=("smoke", "small")) -> argparse.Argument
 
 def run_experiment(main, parser: argparse.ArgumentParser) -> None:
     """A user's mistake ends as one line on stderr and exit code 1."""
+    args = parser.parse_args()
+    if args.device.startswith("cuda") and not torch.cuda.is_available():
+        parser.error(f"--device {args.device}: torch finds no CUDA device here; leave --device out to use the CPU")
     try:
-        main(parser.parse_args())
+        main(args)
     except ValueError as error:
         sys.exit(f"{parser.prog}: {error}")
 
@@ -44,6 +47,13 @@ def clock(device) -> float:
 def device_name(device) -> str:
     """What results are filed under: "cpu" (which they turn into the processor's model) or the GPU's name."""
     return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
+
+
+def driver(device) -> str | None:
+    """The CUDA that torch was built with, and the GPU's compute capability; None on a CPU."""
+    if torch.device(device).type != "cuda":
+        return None
+    return f"CUDA {torch.version.cuda}, compute capability {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
 
 
 def interleaved(calls: dict[Any, Any], repeats: int, device, warmup: int = 1) -> dict[Any, list[float]]:
@@ -104,13 +114,17 @@ def timed_rollout(model, condition, prefix, method: str | Method, **kwargs) -> t
     start = clock(condition.device)
     out = rollout(timed, condition, prefix, method, **kwargs)
     seconds = clock(condition.device) - start
-    peak = torch.cuda.max_memory_allocated(condition.device) / 2**20 if cuda else process_peak_mb()
-    return out, dict(seconds=seconds, forward_seconds=timed.seconds(), peak_mb=round(peak, 1))
+    peak = torch.cuda.max_memory_allocated(condition.device) // 2**20 if cuda else process_peak_mb()
+    return out, dict(seconds=seconds, forward_seconds=timed.seconds(), peak_mb=peak)
 
 
-def process_peak_mb() -> float:
+def process_peak_mb() -> int | None:
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak / 2**20 if sys.platform == "darwin" else peak / 2**10
+    return peak // (2**20 if sys.platform == "darwin" else 2**10)
 
 
 @torch.no_grad()
@@ -128,6 +142,17 @@ def bare_ar(model, condition, prefix_BP, seed: int) -> torch.Tensor:
         last = perturbed_argmax(wide(logits), row_keys(seed, SHARED, images, positions[t + 1].expand(B, 1)))
         tokens[:, t] = last[:, 0]
     return tokens
+
+
+def timed_bare_ar(model, condition, prefix_BP, seed: int) -> tuple[dict, dict]:
+    """The counts of `bare_ar` as a rollout would give them, and its seconds."""
+    start = clock(condition.device)
+    tokens = bare_ar(model, condition, prefix_BP, seed)
+    seconds = clock(condition.device) - start
+    suffix = tokens.shape[1] - prefix_BP.shape[1]
+    committed, rows_per_image = len(tokens) * suffix, 2 if isinstance(model, Guided) else 1
+    counts = dict(nfe=suffix, prefills=1, rounds=suffix, physical_rows=rows_per_image * committed, row_rounds=committed)
+    return counts | dict(committed=committed, accepted=0, proposed=0), dict(seconds=seconds, forward_seconds=None, peak_mb=None)
 
 
 @torch.no_grad()

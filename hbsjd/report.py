@@ -85,12 +85,10 @@ def settings(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
     return [(device if devices.count(device) == 1 else f"{device}, {config}", part) for (device, config), part in parts]
 
 
-def fastest_dtype(rows: pd.DataFrame, prefix_ratio: float, method: str = "ar") -> pd.DataFrame:
-    """The rows in the dtype in which `method` was faster (median) at their batch size and this prefix ratio."""
-    timed = rows[(rows.method == method) & (rows.prefix_ratio == prefix_ratio)]
-    seconds = timed.groupby([*SETTING, "B", "dtype"]).seconds.median()
-    fastest = seconds.groupby([*SETTING, "B"]).idxmin()
-    return rows.merge(seconds[fastest].reset_index().drop(columns="seconds"))
+def fastest_dtype(rows: pd.DataFrame, provenance: list[dict]) -> pd.DataFrame:
+    """The rows in the dtype in which the experiment found AR to be faster at their batch size."""
+    chosen = {(facts["device"], facts["config_hash"], int(B), dtype) for facts in provenance for B, dtype in facts["fastest_dtype"].items()}
+    return rows[[key in chosen for key in zip(rows.device, rows.config_hash, rows.B, rows.dtype)]].copy()
 
 
 def speedup_line(ax: plt.Axes, table: pd.DataFrame, x: str, method: str) -> None:

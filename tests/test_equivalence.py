@@ -9,7 +9,7 @@ import hbsjd
 from hbsjd.decoding import reference
 from hbsjd.decoding.drafts import History, RepeatLeft, Uniform
 from hbsjd.decoding.execution import Compact, Full, Hybrid
-from hbsjd.decoding.rules import Greedy, Gumbel, Probabilistic
+from hbsjd.decoding.rules import Greedy, Gumbel, Maximal, Probabilistic
 from hbsjd.decoding.schedules import Independent, Lockstep, Synchronous
 from hbsjd.decoding.types import Method, Policy
 from hbsjd.decoding.windows import Fixed
@@ -56,7 +56,7 @@ def test_float32_differs_only_at_near_ties(method):
     assert_same(Guided(model, 2.0), CONDITION, got, want, seed=7)
 
 
-@pytest.mark.parametrize("method", ["hbsjd", "hbsjd_gumbel", "hbsjd_probabilistic", "ar"])
+@pytest.mark.parametrize("method", ["hbsjd", "hbsjd_gumbel", "hbsjd_probabilistic", "hbsjd_maximal", "ar"])
 def test_an_image_does_not_depend_on_its_batch(method):
     """A batch equals its images one by one; a permutation of the batch permutes the output; image ids may be anything."""
     model, images = tiny(), torch.tensor([5, 2**40, 0, -3, 11])
@@ -70,13 +70,14 @@ def test_an_image_does_not_depend_on_its_batch(method):
 
 
 @pytest.mark.parametrize("execution", EXECUTIONS, ids=lambda e: type(e).__name__)
-def test_probabilistic_tokens_do_not_depend_on_the_execution(execution):
-    methods = [Method(Probabilistic(), History(5), Independent(), e, Fixed(4)) for e in (Full(), execution)]
+@pytest.mark.parametrize("rule", [Probabilistic(), Maximal()], ids=lambda r: type(r).__name__)
+def test_tokens_of_the_other_rules_do_not_depend_on_the_execution(rule, execution):
+    methods = [Method(rule, History(5), Independent(), e, Fixed(4)) for e in (Full(), execution)]
     full, other = (hbsjd.rollout(tiny(), CONDITION, PREFIX, m, guidance=2.0, seed=1) for m in methods)
     assert torch.equal(full.tokens, other.tokens)
 
 
-@pytest.mark.parametrize("rule", [Greedy(), Gumbel(), Probabilistic()], ids=lambda r: type(r).__name__)
+@pytest.mark.parametrize("rule", [Greedy(), Gumbel(), Probabilistic(), Maximal()], ids=lambda r: type(r).__name__)
 @pytest.mark.parametrize("W, H", [(0, 5), (1, 1), (5, 5), (8, 3)])
 def test_the_loop_follows_the_reference(rule, W, H):
     model, policy = tiny(), Policy(rule.mode) if rule == Greedy() else Policy("sample", temperature=0.8, top_k=9)

@@ -1,7 +1,11 @@
 """The real scripts, run at `smoke`: what they write, and that a second run or an edited list measures only what is missing."""
+import gc
 import os
 import subprocess
 import sys
+from argparse import Namespace
+from functools import partial
+from importlib import import_module
 
 import pandas as pd
 import pytest
@@ -12,7 +16,7 @@ from hbsjd.results import ROOT
 def run(stem: str, folder, *arguments: str) -> subprocess.CompletedProcess:
     return subprocess.run(
         [sys.executable, "-W", "ignore", "-m", f"experiments.{stem}", "--scale", "smoke", *arguments],
-        cwd=ROOT, env=os.environ | {"HBSJD_RESULTS": str(folder)}, capture_output=True, text=True,
+        cwd=ROOT, env=os.environ | {"HBSJD_RESULTS": str(folder), "HBSJD_CHECKPOINTS": str(folder / "checkpoints")}, capture_output=True, text=True,
     )
 
 
@@ -43,12 +47,30 @@ def test_timing_rows_say_what_was_measured(tmp_path):
     table = rows(tmp_path, "01_speedup_vs_batch")
     assert not table.duplicated(["method", "B", "prefix_ratio", "dtype", "repeat"]).any()
     decoded = table[table.method != "bare_ar"]
-    assert (decoded.committed == decoded.B * ((1 - decoded.prefix_ratio) * decoded["T"])).all()
+    given = (decoded.prefix_ratio * decoded["T"]).astype(int)
+    assert (decoded.committed == decoded.B * (decoded["T"] - given)).all()
     assert (decoded.forward_seconds < decoded.seconds).all()
     ar = table[table.method == "ar"]
-    assert (ar.nfe == (1 - ar.prefix_ratio) * ar["T"]).all() and (ar.physical_rows == 2 * ar.B * ar.nfe).all()
+    assert (ar.nfe * ar.B == ar.committed).all() and (ar.physical_rows == 2 * ar.B * ar.nfe).all()
     hbsjd = table[table.method == "hbsjd"].groupby(["B", "prefix_ratio"]).nfe.max()
     assert (hbsjd <= table[table.method == "ar_greedy"].groupby(["B", "prefix_ratio"]).nfe.max()).all()
+
+
+def test_an_edited_list_adds_rows_to_the_same_file(tmp_path, monkeypatch):
+    """In process, with less to measure: first two methods at one batch size, then another batch size and a method more."""
+    script = import_module("experiments.01_speedup_vs_batch")
+    monkeypatch.setattr("hbsjd.results.cpu_name", lambda: "processor")
+    monkeypatch.setattr(script, "Run", partial(script.Run, root=tmp_path))
+    arguments = Namespace(scale="smoke", seed=0, device="cpu", fresh=False)
+    sizes = []
+    for methods, batches in (["ar", "hbsjd_gumbel"], [1]), (["ar", "hbsjd_gumbel"], [1]), (["ar", "hbsjd_gumbel", "ar_greedy", "hbsjd"], [1, 3]):
+        monkeypatch.setattr(script, "METHODS", methods)
+        monkeypatch.setitem(script.SWEEP, "smoke", script.SWEEP["smoke"] | dict(batches=batches, ratios=[], ratio_batch=1, bare_batches=[]))
+        script.main(arguments)
+        gc.collect()  # closes the file, and with it the lock
+        (path,) = (tmp_path / "01_speedup_vs_batch" / "smoke").glob("*.csv")
+        sizes.append(path.read_bytes())
+    assert sizes[1] == sizes[0] and sizes[2].startswith(sizes[0]) and len(sizes[2]) > len(sizes[0])
 
 
 def test_a_results_folder_that_cannot_be_written(tmp_path):

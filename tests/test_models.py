@@ -279,7 +279,7 @@ def test_expanded_rows_share_a_prefix_and_go_their_own_ways(case):
 def test_bound_of_a_cache_off_the_cpu_covers_every_slot():
     """Where looking at positions would cost a synchronisation, the attended part is an upper bound kept on the host."""
     cache = Cache(Config(**SIZES["tiny"]), rows=2, capacity=T + 4, like=torch.zeros(1))
-    cache.fill(0, slice(0, 2), *torch.zeros(2, 2, 5, 2, 32))
+    cache.fill(slice(0, 2)).attend(0, *torch.zeros(3, 2, 5, 2, 32))
     for cursor in range(4, T, 4):  # four inputs, all of them taken
         slots = cursor + 1 + torch.arange(4)
         live = cache.live(SimpleNamespace(shape=(2, 4), device=SimpleNamespace(type="cuda")))

@@ -123,6 +123,7 @@ def timed(root, scale="small", device="Test CPU", batches=(1, 4, 16, 64), repeat
     committed = {"ar": 1, "ar_greedy": 1, "bare_ar": 1, "sjd_lockstep": 1.6, "sjd_synchronous": 2.2, "hbsjd_probabilistic": 2.1, "hbsjd_gumbel": 3.0}
     run = results.Run("01_speedup_vs_batch", scale, {"scale": scale, "seed": 0}, device, ("method", "B", "prefix_ratio", "dtype", "repeat"), root=root)
     middle = batches[len(batches) // 2]
+    run.note(fastest_dtype={str(B): "bfloat16" if B >= middle else "float32" for B in batches})
     settings = [(B, 0.5, "bfloat16" if B >= middle else "float32") for B in batches] + [(middle, 0.5, "float32")]
     settings += [(middle, ratio, "bfloat16") for ratio in (0.2, 0.4, 0.6, 0.75)]
     for B, ratio, dtype in settings:
@@ -130,7 +131,7 @@ def timed(root, scale="small", device="Test CPU", batches=(1, 4, 16, 64), repeat
         methods += ["bare_ar", "sjd_lockstep", "sjd_synchronous", "hbsjd_full", "hbsjd_compact"] if ratio == 0.5 else []
         for method in methods:
             for repeat in range(3 if B == batches[-1] and method.startswith("sjd") else repeats):
-                suffix, mean = round((1 - ratio) * 256), committed.get(method, 4.0)
+                suffix, mean = 256 - int(ratio * 256), committed.get(method, 4.0)
                 nfe = suffix if mean == 1 else round(suffix / mean * (1 + 0.1 * np.log2(B)))
                 slow = 1.3 if dtype == "float32" and B >= middle else 1
                 seconds = nfe * (0.004 + 0.0006 * B) * slow * (1 if mean == 1 else 1.4 + 0.1 * np.log2(B)) * rng.lognormal(0, 0.03)

@@ -12,7 +12,7 @@ from hbsjd.decoding.types import Policy
 
 
 def decode(model, condition: int, prefix: list[int], rule: str, W: int, H: int, length: int, seed: int, image: int, policy: Policy) -> list[int]:
-    """The tokens of one image (prefix included) under rule "Greedy", "Gumbel" or "Probabilistic" with History(H) drafts."""
+    """The tokens of one image (prefix included) under rule "Greedy", "Gumbel", "Probabilistic" or "Maximal", with History(H) drafts."""
     V, tokens, drafts, own_round = model.config.vocab_size, list(prefix), [], 0
 
     def key(purpose, position, own_round=0):
@@ -43,20 +43,17 @@ def decode(model, condition: int, prefix: list[int], rule: str, W: int, H: int, 
             score = scores(logits[j], policy)
             p = score.softmax(-1)
             draft, q = drafts[j] if j < width else (None, None)
-            if rule == "Greedy":
-                token = int(score.argmax())
-            elif rule == "Gumbel":
-                token = int((score + gumbel(key(SHARED, start + j), V).to(score.dtype)).argmax())
-            elif standing and draft is not None and uniform(key(COIN, start + j, own_round), 1) < (p[draft] / q[draft]).clamp(max=1):
-                token = draft
+            if rule in ("Greedy", "Gumbel"):
+                token = int((score + (gumbel(key(SHARED, start + j), V).to(score.dtype) if rule == "Gumbel" else 0)).argmax())
+                kept = token == draft
             else:
-                residual = (p - q.to(p.dtype)).clamp(min=0) if standing and draft is not None else p
+                tested = draft is not None and (standing or rule == "Maximal")
+                kept = tested and bool(uniform(key(COIN, start + j, own_round), 1) < (p[draft] / q[draft]).clamp(max=1))
+                residual = (p - q.to(p.dtype)).clamp(min=0) if tested else p
                 weights = residual if residual.sum() > 0 else p
-                token = int((weights.log() + gumbel(key(DRAW, start + j, own_round), V).to(p.dtype)).argmax())
-                standing = False
-            if rule != "Probabilistic":
-                standing = standing and token == draft
-            accepted += standing and draft is not None
+                token = draft if kept else int((weights.log() + gumbel(key(DRAW, start + j, own_round), V).to(p.dtype)).argmax())
+            standing = standing and kept
+            accepted += standing
             predictions.append((token, p))
 
         # commit the accepted drafts and the prediction after them; the rest is drafted again, with q = this round's p

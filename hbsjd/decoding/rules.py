@@ -44,15 +44,50 @@ class Probabilistic:
     mode = "sample"
 
     def judge(self, scores_RLV, window: Window, noise) -> Verdict:
-        p_RLV = scores_RLV.softmax(-1)
-        q_RWV = proposal(window, p_RLV[:, :-1])
-        drafts_RW1 = window.drafts_RW[..., None]
-        ratio_RW = (p_RLV[:, :-1].gather(-1, drafts_RW1) / q_RWV.gather(-1, drafts_RW1))[..., 0]
-        accepted_R = leading(noise.coin(ratio_RW.clamp(max=1), window))
-        fresh_RL = noise.draw(with_residual(scores_RLV, p_RLV, q_RWV, accepted_R), window)
-        kept_RW = torch.arange(window.drafts_RW.shape[1], device=accepted_R.device) < accepted_R[:, None]
-        tokens_RL = torch.cat([window.drafts_RW.where(kept_RW, fresh_RL[:, :-1]), fresh_RL[:, -1:]], dim=1)
-        return Verdict(tokens_RL, accepted_R, p_RLV)
+        p_RLV, q_RWV, kept_RW = examine(scores_RLV, window, noise)
+        accepted_R, W = leading(kept_RW), kept_RW.shape[1]
+        standing_RW = torch.arange(W, device=kept_RW.device) < accepted_R[:, None]
+        first_R1 = accepted_R[:, None].clamp(max=W - 1)[:, :W]  # the first that is not kept (no column for a window without drafts)
+        scores_RLV = with_residual(scores_RLV, p_RLV, q_RWV, first_R1, ~kept_RW.gather(1, first_R1))
+        return Verdict(redraw(scores_RLV, standing_RW, window, noise), accepted_R, p_RLV)
+
+
+@dataclass(frozen=True)
+class Maximal:
+    """Maximal coupling (arXiv 2510.24211; "adaptive continuation" in arXiv 2603.18599): the test of Eq. 5 at every position of the window,
+    those after the first rejection included, so that a draft outlives a round with the highest possible probability, 1 - TV(p, q)."""
+
+    mode = "sample"
+
+    def judge(self, scores_RLV, window: Window, noise) -> Verdict:
+        p_RLV, q_RWV, kept_RW = examine(scores_RLV, window, noise)
+        every_RW = torch.arange(kept_RW.shape[1], device=kept_RW.device).expand_as(kept_RW)
+        scores_RLV = with_residual(scores_RLV, p_RLV, q_RWV, every_RW, ~kept_RW)
+        return Verdict(redraw(scores_RLV, kept_RW, window, noise), leading(kept_RW), p_RLV)
+
+
+def examine(scores_RLV, window: Window, noise):
+    """p, q, and which drafts a coin of probability min(1, p / q) keeps."""
+    p_RLV = scores_RLV.softmax(-1)
+    q_RWV = proposal(window, p_RLV[:, :-1])
+    drafts_RW1 = window.drafts_RW[..., None]
+    ratio_RW = (p_RLV[:, :-1].gather(-1, drafts_RW1) / q_RWV.gather(-1, drafts_RW1))[..., 0]
+    return p_RLV, q_RWV, noise.coin(ratio_RW.clamp(max=1), window)
+
+
+def with_residual(scores_RLV, p_RLV, q_RWV, place_RK, rejected_RK):
+    """The scores, but log [p - q]+ at those of the given places whose draft was rejected."""
+    row_R1 = torch.arange(len(place_RK), device=place_RK.device)[:, None]
+    residual_RKV = (p_RLV[row_R1, place_RK] - q_RWV[row_R1, place_RK]).clamp(min=0)
+    # p and q that differ by rounding alone leave no residual: p is then what it would have been
+    usable_RK1 = (rejected_RK & (residual_RKV.sum(-1) > 0))[..., None]
+    return scores_RLV.index_put((row_R1, place_RK), residual_RKV.log().where(usable_RK1, scores_RLV[row_R1, place_RK]))
+
+
+def redraw(scores_RLV, standing_RW, window: Window, noise) -> torch.Tensor:
+    """The drafts that stand, and fresh draws everywhere else."""
+    fresh_RL = noise.draw(scores_RLV, window)
+    return torch.cat([window.drafts_RW.where(standing_RW, fresh_RL[:, :-1]), fresh_RL[:, -1:]], dim=1)
 
 
 def proposal(window: Window, p_RWV: torch.Tensor) -> torch.Tensor:
@@ -63,18 +98,6 @@ def proposal(window: Window, p_RWV: torch.Tensor) -> torch.Tensor:
         return tail_RWV
     recycled_RW = torch.arange(p_RWV.shape[1], device=p_RWV.device) < window.recycled_R[:, None]
     return window.q_RWV.where(recycled_RW[..., None], tail_RWV)
-
-
-def with_residual(scores_RLV, p_RLV, q_RWV, accepted_R):
-    """The scores, with log [p - q]+ at the first draft that was not kept (none where all were)."""
-    if q_RWV.shape[1] == 0:
-        return scores_RLV
-    row_R = torch.arange(len(accepted_R), device=accepted_R.device)
-    first_R = accepted_R.clamp(max=q_RWV.shape[1] - 1)
-    residual_RV = (p_RLV[row_R, first_R] - q_RWV[row_R, first_R]).clamp(min=0)
-    # p and q that differ by rounding alone leave no residual: p is then what it would have been
-    usable_R1 = (accepted_R < q_RWV.shape[1])[:, None] & (residual_RV.sum(-1, keepdim=True) > 0)
-    return scores_RLV.index_put((row_R, first_R), residual_RV.log().where(usable_R1, scores_RLV[row_R, first_R]))
 
 
 def leading(kept_RW: torch.Tensor) -> torch.Tensor:

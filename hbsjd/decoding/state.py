@@ -22,7 +22,7 @@ class State:
         self.drafts = torch.zeros(B, method.window.W, dtype=torch.long, device=device)
         self.recycled = torch.zeros_like(start_B)  # how many of an image's drafts are predictions of its last round
         self.q = None                              # [B, W, V] once a rule has named its p
-        self.logprobs = torch.zeros(B, length + 1, device=device) if logprobs else None
+        self.logprobs = torch.zeros(B, length + 1, device=device) if logprobs else None  # widened to the precision of p
         self.trace = []
         self.read(torch.ones((), dtype=torch.bool, device=device))
 
@@ -71,7 +71,7 @@ class State:
         where_RL = window.positions_RL.where(committed_RL, self.length)
         self.tokens[window.index_R[:, None], where_RL] = verdict.tokens_RL
         if self.logprobs is not None:
-            self.logprobs = self.logprobs.to(scores_RLV.dtype)  # float64 for a float64 model
+            self.logprobs = self.logprobs.to(scores_RLV.dtype)
             logprobs_RL1 = scores_RLV.log_softmax(-1).gather(-1, verdict.tokens_RL[..., None])
             self.logprobs[window.index_R[:, None], where_RL] = logprobs_RL1[..., 0]
         self.cursor[window.index_R] = window.cursor_R + advance_R
@@ -90,22 +90,22 @@ class State:
             self.q[window.index_R, :width] = verdict.p_RLV[row_R1, source_RW]
 
     def record(self, window: Window, verdict: Verdict, advance_R) -> None:
-        per_image = torch.zeros(2, len(self.cursors), dtype=torch.long, device=advance_R.device)
-        per_image[:, window.index_R] = torch.stack([advance_R, torch.minimum(verdict.accepted_R, advance_R)])
         R, L = window.positions_RL.shape
+        per_image = torch.zeros(3, len(self.cursors), dtype=torch.long, device=advance_R.device)
+        per_image[:, window.index_R] = torch.stack([advance_R, torch.minimum(verdict.accepted_R, advance_R), window.remaining_R.clamp(max=L - 1)])
         self.trace.append((len(self.active), R * self.rows_per_image, L - 1, per_image))
 
     def result(self, prefills: int) -> Rollout:
         active, physical, window, per_image = zip(*self.trace) if self.trace else ((), (), (), ())
         B, device = len(self.cursors), self.cursor.device
-        advance, accepted = torch.stack(per_image, dim=1) if per_image else torch.zeros(2, 0, B, dtype=torch.long, device=device)
-        counts = dict(active=torch.tensor(active), physical_rows=torch.tensor(physical), window=torch.tensor(window))
+        advance, accepted, proposed = torch.stack(per_image, dim=1) if per_image else torch.zeros(3, 0, B, dtype=torch.long, device=device)
+        counts = {name: torch.tensor(part, dtype=torch.long) for name, part in (("active", active), ("physical_rows", physical), ("window", window))}
         return Rollout(
-            tokens=self.tokens[:, :-1],
+            tokens=self.tokens[:, :-1].contiguous(),
             start=self.start,
             length=torch.full_like(self.start, self.length),
-            logprobs=None if self.logprobs is None else self.logprobs[:, :-1],
-            rounds=dict(**counts, advance=advance, accepted=accepted),
+            logprobs=None if self.logprobs is None else self.logprobs[:, :-1].contiguous(),
+            rounds=dict(**counts, advance=advance, accepted=accepted, proposed=proposed),
             nfe=len(self.trace),
             prefills=prefills,
             policy=self.policy,

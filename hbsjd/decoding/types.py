@@ -84,7 +84,7 @@ class Rollout:
 
     tokens [B, T] int64, prefix included; start [B] the first generated position and length [B] one past the last;
     logprobs [B, T] of each committed token under what it was sampled from (0 on the prefix), or None;
-    rounds: active, physical_rows, window [rounds] and advance, accepted [rounds, B]; nfe verifier forwards, prefills apart.
+    rounds: active, physical_rows, window [rounds] and advance, accepted, proposed [rounds, B] (drafts); nfe verifier forwards, prefills apart.
     """
 
     tokens: torch.Tensor
@@ -97,17 +97,16 @@ class Rollout:
     policy: Policy
 
     def counts(self) -> dict[str, int]:
-        """Totals over the rollout; proposed counts every draft of a window of an unfinished image, accepted those that were committed."""
-        active = self.rounds["active"]
+        """Totals over the rollout; proposed counts every draft inside an unfinished image, accepted those that were committed."""
         return dict(
             nfe=self.nfe,
             prefills=self.prefills,
-            rounds=len(active),
+            rounds=len(self.rounds["active"]),
             physical_rows=int(self.rounds["physical_rows"].sum()),
-            row_rounds=int(active.sum()),
+            row_rounds=int(self.rounds["active"].sum()),
             committed=int((self.length - self.start).sum()),
             accepted=int(self.rounds["accepted"].sum()),
-            proposed=int((active * self.rounds["window"]).sum()),
+            proposed=int(self.rounds["proposed"].sum()),
         )
 
 

@@ -1,0 +1,1 @@
+from hbsjd.models import vq as vq  # so that hbsjd.models.vq.load(...) needs no import of its own

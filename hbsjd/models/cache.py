@@ -39,7 +39,8 @@ class Cache:
         return Round(self, rows, index[:, None], slots_RL, live, mask[:, None])
 
     def live(self, slots_RL) -> int:
-        """How many slots to attend to: exact on a CPU, where looking is free; elsewhere an upper bound that needs no synchronisation."""
+        """How many slots to attend to: exact on a CPU, where looking is free; elsewhere a loose upper bound (every
+        input counted as a step forward) that needs no synchronisation."""
         if slots_RL.device.type == "cpu":
             return int(slots_RL.numpy().max()) + 1
         self.bound = min(self.bound + slots_RL.shape[1], self.keys.shape[2])

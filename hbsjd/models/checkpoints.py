@@ -23,9 +23,16 @@ def load_model(name: str | Path, *, dtype: torch.dtype = torch.float32, device: 
     """
     path = weights_path(name, BUNDLED)
     state, provenance = read_weights(path)
-    model = LlamaGen(Config(**provenance["config"]))
+    model = LlamaGen(read_config(Config, path, provenance))
     model.load_state_dict(state)
     return model.to(device or default_device(), dtype).eval()
+
+
+def read_config(kind: type, path: Path, provenance: dict):
+    try:
+        return kind(**provenance["config"])
+    except (KeyError, TypeError):
+        raise ValueError(f"{path.name} holds no {kind.__module__.split('.')[-1]} model: its .json has another kind of config, or none") from None
 
 
 def weights_path(name: str | Path, bundled: tuple[str, ...]) -> Path:

@@ -60,5 +60,5 @@ class PairedCache:
 def pairs(rows):
     """The physical rows of images: a slice of a slice, an index of an index."""
     if isinstance(rows, slice):
-        return slice(2 * rows.start, 2 * rows.stop)
+        return slice(rows.start and 2 * rows.start, rows.stop and 2 * rows.stop)
     return torch.stack([2 * rows, 2 * rows + 1], dim=1).flatten()

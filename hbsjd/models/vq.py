@@ -14,7 +14,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from hbsjd.models.checkpoints import WEIGHTS, default_device, read_weights, weights_path
+from hbsjd.models.checkpoints import WEIGHTS, default_device, read_config, read_weights, weights_path
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,7 @@ class VQConfig:
 
 
 CONFIGS = {
-    "small": VQConfig(ch=32, ch_mult=(2, 2), num_res_blocks=1, z_channels=64, codebook_size=512),  # 0.6 M parameters, 32 px -> 16 x 16 codes
+    "small": VQConfig(ch=32, ch_mult=(2, 2), num_res_blocks=1, z_channels=64, codebook_size=512),  # 1.0 M parameters, 32 px -> 16 x 16 codes
     "vq-16": VQConfig(),                                                                          # 71,883,403 parameters, 384 px -> 24 x 24 codes
 }
 
@@ -81,7 +81,7 @@ def load(name: str, *, dtype: torch.dtype = torch.float32, device: str | torch.d
     """The bundled tokenizer "small", or the path of a `.safetensors` file with its `.json` beside it; eval mode."""
     path = WEIGHTS / "small-tokenizer.safetensors" if name == "small" else weights_path(name, ("small",))
     state, provenance = read_weights(path)
-    model = VQModel(VQConfig(**{**provenance["config"], "ch_mult": tuple(provenance["config"]["ch_mult"])}))
+    model = VQModel(read_config(VQConfig, path, provenance))
     model.load_state_dict(state)
     return model.to(device or default_device(), dtype).eval()
 
