@@ -102,7 +102,7 @@ def exact_law(model, method, *prefixes: tuple[int, ...], policy=None, finished=l
         parents = torch.arange(len(weights)).repeat_interleave(len(scripts))
         select(state, torch.cat([(parents[:, None] * G + torch.arange(G)).flatten(), torch.zeros(extra, dtype=torch.long)]))
         state.cursor[leaves:] = T
-        state.read(torch.ones((), dtype=torch.bool))
+        state.read(torch.zeros(1))
         told = [F.pad(part.repeat(len(weights), 1, 1).flatten(0, 1), (0, 0, 0, extra)) for part in (coins, draws, picks)]
         noise = ForkingNoise(*told[:2], told[2] if asks else None)
         ran = torch.arange(len(state.cursors))[method.execution.rows(state.active, len(state.cursors))]

@@ -1,4 +1,4 @@
-"""What "equal" means (README, "Exactness"): float64 identical; float32 identical up to the first near-tie of the decision."""
+"""What "equal" means (README, "What exact means"): float64 identical; float32 identical up to the first near-tie of the decision."""
 import torch
 
 from hbsjd.decoding.noise import SHARED, gumbel, row_keys

@@ -24,10 +24,11 @@ class State:
         self.q = None                              # [B, W, V] once a rule has named its p
         self.logprobs = torch.zeros(B, length + 1, device=device) if logprobs else None  # widened to the precision of p
         self.trace = []
-        self.read(torch.ones((), dtype=torch.bool, device=device))
+        self.read(torch.zeros(1, device=device))
 
-    def read(self, finite: torch.Tensor) -> None:
-        """The round's one host read: the cursors, and whether the logits were finite."""
+    def read(self, logits: torch.Tensor) -> None:
+        """The round's one host read: the cursors, and whether the logits were finite (their sum in float32 is not, if one of them is not)."""
+        finite = logits.sum(dtype=torch.float32).isfinite()
         *self.cursors, finite = torch.cat([self.cursor, finite.long()[None]]).tolist()
         if not finite:
             raise ValueError(f"the model's logits are NaN or infinite in round {len(self.trace)}: check its weights and dtype")
