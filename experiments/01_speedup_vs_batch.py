@@ -24,35 +24,34 @@ SHORT = ["ar_greedy", "ar", "hbsjd", "hbsjd_probabilistic", "hbsjd_gumbel"]  # a
 SLOW = ["sjd_lockstep", "sjd_synchronous"]                                   # fewer repeats at the largest batch
 GUIDANCE, HALF = 2.0, 0.5
 SWEEP = {
-    "smoke": dict(batches=[1, 4], ratios=[0.6], ratio_batch=4, repeats=2, slow_repeats=1, bare_batches=[4], bare_pairs=3, minutes=0.5),
-    "small": dict(batches=[1, 4, 16, 64], ratios=[0.2, 0.4, 0.6, 0.75], ratio_batch=16, repeats=5, slow_repeats=3, bare_batches=[16, 64],
-                  bare_pairs=21, minutes=12),
+    "smoke": dict(batches=[1, 4], ratios=[0.6], ratio_batch=4, dtype_batch=4, repeats=2, slow_repeats=1, bare_batches=[4], bare_pairs=3, minutes=0.5),
+    "small": dict(batches=[1, 4, 16, 64], ratios=[0.2, 0.4, 0.6, 0.75], ratio_batch=16, dtype_batch=4, repeats=5, slow_repeats=3,
+                  bare_batches=[16, 64], bare_pairs=21, minutes=14),
 }
 KEYS = ("method", "B", "prefix_ratio", "dtype", "repeat")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def cells(sweep: dict, fastest: dict[str, str]) -> list[dict]:
-    """Every rollout to time. At a batch size both sides use the dtype in which AR is faster; one batch size also has the other dtype."""
-    settings = [(B, HALF, fastest[str(B)]) for B in sweep["batches"]]
-    settings += [(sweep["ratio_batch"], ratio, fastest[str(sweep["ratio_batch"])]) for ratio in sweep["ratios"]]
-    settings += [(sweep["ratio_batch"], HALF, dtype) for dtype in DTYPES if dtype != fastest[str(sweep["ratio_batch"])]]
-    listed = []
-    for B, ratio, dtype in settings:
-        repeats = dict.fromkeys(METHODS if ratio == HALF else SHORT, sweep["repeats"])
-        if ratio == HALF and B == max(sweep["batches"]):
-            repeats |= dict.fromkeys(SLOW, sweep["slow_repeats"])
-        if ratio == HALF and B in sweep["bare_batches"] and dtype == fastest[str(B)]:
-            repeats |= dict.fromkeys(["ar", "bare_ar"], sweep["bare_pairs"])
-        listed += [
-            dict(method=method, B=B, prefix_ratio=ratio, dtype=dtype, repeat=repeat)
-            for repeat in range(max(repeats.values())) for method, times in repeats.items() if repeat < times
-        ]
-    return listed
+    """Every rollout to time. At a batch size both sides use the dtype in which AR is faster; AR is timed in the other dtype too, and at one
+    batch size so are the others. The bare loop is paired with AR on the shortest suffix."""
+    settings = [(B, HALF, fastest[str(B)], dict.fromkeys(METHODS, sweep["repeats"])) for B in sweep["batches"]]
+    settings[-1][3].update(dict.fromkeys(set(SLOW) & set(METHODS), sweep["slow_repeats"]))
+    B = sweep["ratio_batch"]
+    settings += [(B, ratio, fastest[str(B)], dict.fromkeys(SHORT, sweep["repeats"])) for ratio in sweep["ratios"]]
+    settings += [(B, max(sweep["ratios"]), fastest[str(B)], dict.fromkeys(["ar", "bare_ar"], sweep["bare_pairs"])) for B in sweep["bare_batches"]]
+    for B in sweep["batches"]:
+        methods = SHORT if B == sweep["dtype_batch"] else ["ar"]
+        settings += [(B, HALF, dtype, dict.fromkeys(methods, sweep["repeats"])) for dtype in DTYPES if dtype != fastest[str(B)]]
+    listed = {
+        (method, B, ratio, dtype, repeat): None
+        for B, ratio, dtype, repeats in settings for repeat in range(max(repeats.values())) for method, times in repeats.items() if repeat < times
+    }
+    return [dict(zip(KEYS, key)) for key in listed]
 
 
 def faster_dtype(models: dict, condition) -> str:
-    """The dtype in which one guided autoregressive step is faster, at half an image."""
+    """The dtype in which one guided autoregressive step is faster, at half an image; within 10 % it is a tie, and float32."""
     device, B, calls = condition.device, len(condition), {}
     for name, model in models.items():
         guided, half = Guided(model, GUIDANCE), model.config.block_size // 2
@@ -61,7 +60,7 @@ def faster_dtype(models: dict, condition) -> str:
         positions = torch.full((B, 1), half - 1, device=device)
         calls[name] = lambda step=guided.step, cache=cache, positions=positions: step(torch.zeros_like(positions), positions, cache, slice(0, B))
     seconds = bench.interleaved(calls, repeats=9, device=device, warmup=3)
-    return min(seconds, key=lambda name: median(seconds[name]))
+    return "bfloat16" if median(seconds["bfloat16"]) < 0.9 * median(seconds["float32"]) else "float32"
 
 
 def measure(cell: dict, scene: data.Scene, model, seed: int, gamma: float, length: int | None = None) -> dict:

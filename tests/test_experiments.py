@@ -65,7 +65,7 @@ def test_an_edited_list_adds_rows_to_the_same_file(tmp_path, monkeypatch):
     sizes = []
     for methods, batches in (["ar", "hbsjd_gumbel"], [1]), (["ar", "hbsjd_gumbel"], [1]), (["ar", "hbsjd_gumbel", "ar_greedy", "hbsjd"], [1, 3]):
         monkeypatch.setattr(script, "METHODS", methods)
-        monkeypatch.setitem(script.SWEEP, "smoke", script.SWEEP["smoke"] | dict(batches=batches, ratios=[], ratio_batch=1, bare_batches=[]))
+        monkeypatch.setitem(script.SWEEP, "smoke", script.SWEEP["smoke"] | dict(batches=batches, ratios=[], ratio_batch=1, dtype_batch=0, bare_batches=[]))
         script.main(arguments)
         gc.collect()  # closes the file, and with it the lock
         (path,) = (tmp_path / "01_speedup_vs_batch" / "smoke").glob("*.csv")
