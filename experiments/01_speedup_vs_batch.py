@@ -23,7 +23,7 @@ METHODS = ["ar_greedy", "ar", "sjd_lockstep", "sjd_synchronous", "hbsjd_full", "
 SHORT = ["ar_greedy", "ar", "hbsjd", "hbsjd_probabilistic", "hbsjd_gumbel"]  # at prefix ratios other than HALF
 SLOW = ["sjd_lockstep", "sjd_synchronous"]                                   # fewer repeats at the largest batch
 GUIDANCE, HALF = 2.0, 0.5
-BARE = 0.8  # prefix ratio of the bare loop and its partner
+BARE, BARE_TOKENS = 0.1, 48  # prefix ratio of the bare loop and its partner, and how many tokens they generate
 SWEEP = {
     "smoke": dict(batches=[1, 4], ratios=[0.6], ratio_batch=4, dtype_batch=4, repeats=2, slow_repeats=1, bare_batches=[4], bare_pairs=3, minutes=0.5),
     "small": dict(batches=[1, 4, 16, 64], ratios=[0.2, 0.4, 0.6, 0.75], ratio_batch=16, dtype_batch=4, repeats=5, slow_repeats=3,
@@ -35,7 +35,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 def cells(sweep: dict, fastest: dict[str, str]) -> list[dict]:
     """Every rollout to time. At a batch size both sides use the dtype in which AR is faster; AR is timed in the other dtype too, and at one
-    batch size so are the others. The bare loop is paired with AR on a short suffix."""
+    batch size so are the others. The bare loop is paired with AR on a few tokens."""
     settings = [(B, HALF, fastest[str(B)], dict.fromkeys(METHODS, sweep["repeats"])) for B in sweep["batches"]]
     settings[-1][3].update(dict.fromkeys(set(SLOW) & set(METHODS), sweep["slow_repeats"]))
     B = sweep["ratio_batch"]
@@ -68,13 +68,15 @@ def measure(cell: dict, scene: data.Scene, model, seed: int, gamma: float, lengt
     """One timed rollout. Every method of a repeat gets the same images, prefixes and noise."""
     B, T, name = cell["B"], model.config.block_size, cell["method"]
     given = int(cell["prefix_ratio"] * T)
+    if cell["prefix_ratio"] == BARE:
+        length = min(T, given + BARE_TOKENS)
     images = (torch.arange(B) + cell["repeat"] * B) % len(scene.codes)
     inputs = (scene.condition[images], scene.codes[images, :given])
     method, hybrid_above = resolve("ar" if name == "bare_ar" else name, model.config), None
     if isinstance(method.execution, Hybrid):
         method, hybrid_above = replace(method, execution=Hybrid(gamma)), round(gamma * B)
     if name == "bare_ar":
-        counts, figures = bench.timed_bare_ar(Guided(model, GUIDANCE), *inputs, seed + cell["repeat"])
+        counts, figures = bench.timed_bare_ar(Guided(model, GUIDANCE), *inputs, seed + cell["repeat"], length)
     else:
         out, figures = bench.timed_rollout(model, *inputs, method, seed=seed + cell["repeat"], length=length, guidance=GUIDANCE)
         counts = out.counts()

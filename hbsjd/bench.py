@@ -128,9 +128,9 @@ def process_peak_mb() -> int | None:
 
 
 @torch.no_grad()
-def bare_ar(model, condition, prefix_BP, seed: int) -> torch.Tensor:
+def bare_ar(model, condition, prefix_BP, seed: int, length: int | None = None) -> torch.Tensor:
     """Autoregressive decoding as one writes it by hand, with nothing of our loop: the same sampler, prefill and cache. Tokens [B, T]."""
-    (B, P), T = prefix_BP.shape, model.config.block_size
+    (B, P), T = prefix_BP.shape, length or model.config.block_size
     device = condition.device
     cache = model.prefill(condition, prefix_BP, torch.full((B,), P, device=device), T + 1)
     tokens = torch.zeros(B, T, dtype=torch.long, device=device)
@@ -144,10 +144,10 @@ def bare_ar(model, condition, prefix_BP, seed: int) -> torch.Tensor:
     return tokens
 
 
-def timed_bare_ar(model, condition, prefix_BP, seed: int) -> tuple[dict, dict]:
+def timed_bare_ar(model, condition, prefix_BP, seed: int, length: int | None = None) -> tuple[dict, dict]:
     """The counts of `bare_ar` as a rollout would give them, and its seconds."""
     start = clock(condition.device)
-    tokens = bare_ar(model, condition, prefix_BP, seed)
+    tokens = bare_ar(model, condition, prefix_BP, seed, length)
     seconds = clock(condition.device) - start
     suffix = tokens.shape[1] - prefix_BP.shape[1]
     committed, rows_per_image = len(tokens) * suffix, 2 if isinstance(model, Guided) else 1
