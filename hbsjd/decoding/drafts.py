@@ -49,7 +49,9 @@ class Uniform:
 
 
 def refill(draft, window: Window, tokens_RT, vocab_size: int, noise) -> Window:
-    """The window with its recycled drafts kept and its tail drafted."""
+    """The window with its recycled drafts kept and its tail drafted. Autoregressive decoding has nothing to draft."""
+    if window.drafts_RW.shape[1] == 0:
+        return replace(window, copied_RW=window.drafts_RW.bool())
     tokens_RW, copied_RW = draft.propose(window, tokens_RT, vocab_size, noise)
     recycled_RW = torch.arange(tokens_RW.shape[1], device=tokens_RW.device) < window.recycled_R[:, None]
     return replace(window, drafts_RW=window.drafts_RW.where(recycled_RW, tokens_RW), copied_RW=copied_RW)

@@ -81,6 +81,8 @@ class State:
     def slide(self, window: Window, verdict: Verdict, advance_R) -> None:
         """The predictions past the new cursor become the next drafts; their q is this round's p, for kept and redrawn ones alike."""
         width = window.drafts_RW.shape[1]
+        if width == 0:
+            return
         source_RW = (advance_R[:, None] + torch.arange(width, device=advance_R.device)).clamp(max=width)
         self.drafts[window.index_R, :width] = verdict.tokens_RL.gather(1, source_RW)
         self.recycled[window.index_R] = (width + 1 - advance_R).clamp(max=width)
