@@ -135,6 +135,7 @@ def select(state: State, rows: torch.Tensor) -> None:
         setattr(state, name, getattr(state, name)[rows])
     state.q = None if state.q is None else state.q[rows]
     state.cache.select(rows)
+    state.rows = torch.arange(len(rows))
     state.trace.clear()
 
 

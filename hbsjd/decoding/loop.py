@@ -17,7 +17,7 @@ def round(state: State, noise) -> None:
     """One verifier forward for all images, although each stands at its own position."""
     # The rows that run (Eq. 6); each image's window: predictions of its last round, then committed tokens H back
     window = state.open()
-    window = refill(state.method.draft, window, state.tokens[window.index_R], state.model.config.vocab_size, noise)
+    window = refill(state.method.draft, window, state.tokens[window.rows], state.model.config.vocab_size, noise)
 
     # One forward over [last committed token, drafts]: prediction j stands where draft j stands
     logits_RLV = state.model.step(window.inputs(), window.positions_RL - 1, state.cache, window.rows)

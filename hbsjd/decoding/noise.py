@@ -49,36 +49,58 @@ def row_keys(seed: int, purpose: int, image, position, own_round=0) -> torch.Ten
 
 
 def perturbed_argmax(scores_RLV: torch.Tensor, keys_RL: torch.Tensor) -> torch.Tensor:
-    """argmax(scores + Gumbel noise) is a draw from softmax(scores)."""
-    return (scores_RLV + gumbel(keys_RL, scores_RLV.shape[-1]).to(scores_RLV.dtype)).argmax(-1)
+    """argmax(scores + Gumbel noise) is a draw from softmax(scores).
+
+    On a CPU, where looking is free, noise is made only for the candidates that a filter or a residual leaves.
+    """
+    V = scores_RLV.shape[-1]
+    if scores_RLV.device.type == "cpu":
+        possible = (scores_RLV > -torch.inf).flatten()
+        if 4 * possible.count_nonzero() < len(possible):
+            place = possible.nonzero()[:, 0]
+            noise = to_gumbel(hashed(keys_RL.flatten()[place // V], place % V)).to(scores_RLV.dtype)
+            return scores_RLV.flatten().index_add(0, place, noise).view_as(scores_RLV).argmax(-1)
+    return gumbel(keys_RL, V).to(scores_RLV.dtype).add_(scores_RLV).argmax(-1)
 
 
 def gumbel(keys: torch.Tensor, count: int) -> torch.Tensor:
     """Standard Gumbel noise [..., count], float64."""
-    return uniform(keys, count).neg_().log1p_().neg_().log_().neg_()
+    return to_gumbel(integers(keys, count))
+
+
+def to_gumbel(k: torch.Tensor) -> torch.Tensor:
+    return to_uniform(k).neg_().log1p_().neg_().log_().neg_()
 
 
 def uniform(keys: torch.Tensor, count: int) -> torch.Tensor:
     """v [..., count] in (0, 1), float64."""
-    return integers(keys, count).double().add_(0.5).mul_(2.0**-32)
+    return to_uniform(integers(keys, count))
+
+
+def to_uniform(k: torch.Tensor) -> torch.Tensor:
+    return k.double().add_(0.5).mul_(2.0**-32)
 
 
 def integers(keys: torch.Tensor, count: int) -> torch.Tensor:
     """k [..., count] in 0..2^32 - 1."""
-    candidates = torch.arange(1, count + 1, device=keys.device) * signed(GOLDEN)
-    return shift(mix(keys[..., None] + candidates), 32)
+    return hashed(keys[..., None], torch.arange(count, device=keys.device))
+
+
+def hashed(keys: torch.Tensor, candidates: torch.Tensor) -> torch.Tensor:
+    """k of the given candidates of the given keys, which broadcast against each other."""
+    return shift(mix(keys + (candidates + 1) * signed(GOLDEN)), 32)
 
 
 def mix(x: torch.Tensor) -> torch.Tensor:
     """The finaliser of splitmix64: a bijection of 64-bit integers in which every input bit moves every output bit."""
-    x = (x ^ shift(x, 30)) * signed(0xBF58476D1CE4E5B9)
-    x = (x ^ shift(x, 27)) * signed(0x94D049BB133111EB)
-    return x ^ shift(x, 31)
+    x = shift(x, 30).bitwise_xor_(x).mul_(signed(0xBF58476D1CE4E5B9))
+    x = shift(x, 27).bitwise_xor_(x).mul_(signed(0x94D049BB133111EB))
+    return shift(x, 31).bitwise_xor_(x)
 
 
 def shift(x: torch.Tensor, bits: int) -> torch.Tensor:
     """Logical right shift of int64."""
-    return (x >> bits) & ((1 << (64 - bits)) - 1)
+    return (x >> bits).bitwise_and_((1 << (64 - bits)) - 1)
 
 
 def signed(x: int) -> int:

@@ -23,6 +23,7 @@ class State:
         self.recycled = torch.zeros_like(start_B)  # how many of an image's drafts are predictions of its last round
         self.q = None                              # [B, W, V] once a rule has named its p
         self.logprobs = torch.zeros(B, length + 1, device=device) if logprobs else None  # widened to the precision of p
+        self.rows, self.ahead = torch.arange(B, device=device), torch.arange(method.window.W + 1, device=device)
         self.trace = []
         self.read(torch.zeros(1, device=device))
 
@@ -41,22 +42,21 @@ class State:
         width = min(self.method.window.W, longest)
         if isinstance(rows, list):
             rows = torch.tensor(rows, device=self.cursor.device)
-        index_R = torch.arange(len(self.cursors), device=self.cursor.device)[rows]
-        cursor_R = self.cursor[index_R]
+        index_R, cursor_R = self.rows[rows], self.cursor[rows]
         return Window(
             rows=rows,
             index_R=index_R,
-            image_R=self.image[index_R],
-            round_R=self.round[index_R],
-            start_R=self.start[index_R],
+            image_R=self.image[rows],
+            round_R=self.round[rows],
+            start_R=self.start[rows],
             cursor_R=cursor_R,
             remaining_R=self.length - cursor_R,
-            positions_RL=cursor_R[:, None] + torch.arange(width + 1, device=cursor_R.device),
+            positions_RL=cursor_R[:, None] + self.ahead[: width + 1],
             last_R1=self.tokens[index_R, (cursor_R - 1).clamp(min=0)][:, None],
-            drafts_RW=self.drafts[index_R, :width],
-            recycled_R=self.recycled[index_R],
+            drafts_RW=self.drafts[rows, :width],
+            recycled_R=self.recycled[rows],
             copied_RW=None,
-            q_RWV=None if self.q is None else self.q[index_R, :width],
+            q_RWV=None if self.q is None else self.q[rows, :width],
             block=self.method.window.W,
         )
 
@@ -68,47 +68,48 @@ class State:
 
     def commit(self, window: Window, verdict: Verdict, advance_R, scores_RLV) -> None:
         """Write the predictions that are committed, and their log-probabilities where asked for."""
-        committed_RL = window.positions_RL < (window.cursor_R + advance_R)[:, None]
-        where_RL = window.positions_RL.where(committed_RL, self.length)
+        cursor_R = window.cursor_R + advance_R
+        where_RL = window.positions_RL.where(window.positions_RL < cursor_R[:, None], self.length)
         self.tokens[window.index_R[:, None], where_RL] = verdict.tokens_RL
         if self.logprobs is not None:
             self.logprobs = self.logprobs.to(scores_RLV.dtype)
             logprobs_RL1 = scores_RLV.log_softmax(-1).gather(-1, verdict.tokens_RL[..., None])
             self.logprobs[window.index_R[:, None], where_RL] = logprobs_RL1[..., 0]
-        self.cursor[window.index_R] = window.cursor_R + advance_R
-        self.round[window.index_R] += 1
+        self.cursor[window.rows] = cursor_R
+        self.round[window.rows] = window.round_R + 1
 
     def slide(self, window: Window, verdict: Verdict, advance_R) -> None:
         """The predictions past the new cursor become the next drafts; their q is this round's p, for kept and redrawn ones alike."""
         width = window.drafts_RW.shape[1]
         if width == 0:
             return
-        source_RW = (advance_R[:, None] + torch.arange(width, device=advance_R.device)).clamp(max=width)
-        self.drafts[window.index_R, :width] = verdict.tokens_RL.gather(1, source_RW)
-        self.recycled[window.index_R] = (width + 1 - advance_R).clamp(max=width)
+        source_RW = (advance_R[:, None] + self.ahead[:width]).clamp(max=width)
+        self.drafts[window.rows, :width] = verdict.tokens_RL.gather(1, source_RW)
+        self.recycled[window.rows] = (width + 1 - advance_R).clamp(max=width)
         if verdict.p_RLV is not None:
             if self.q is None:
                 self.q = verdict.p_RLV.new_zeros(*self.drafts.shape, verdict.p_RLV.shape[-1])
-            row_R1 = torch.arange(len(advance_R), device=advance_R.device)[:, None]
-            self.q[window.index_R, :width] = verdict.p_RLV[row_R1, source_RW]
+            self.q[window.rows, :width] = verdict.p_RLV[self.rows[: len(advance_R), None], source_RW]
 
     def record(self, window: Window, verdict: Verdict, advance_R) -> None:
         R, L = window.positions_RL.shape
-        per_image = torch.zeros(3, len(self.cursors), dtype=torch.long, device=advance_R.device)
-        per_image[:, window.index_R] = torch.stack([advance_R, torch.minimum(verdict.accepted_R, advance_R), window.remaining_R.clamp(max=L - 1)])
-        self.trace.append((len(self.active), R * self.rows_per_image, L - 1, per_image))
+        self.trace.append((len(self.active), R * self.rows_per_image, L - 1, (window.index_R, advance_R, verdict.accepted_R, window.remaining_R)))
 
     def result(self, prefills: int) -> Rollout:
-        active, physical, window, per_image = zip(*self.trace) if self.trace else ((), (), (), ())
-        B, device = len(self.cursors), self.cursor.device
-        advance, accepted, proposed = torch.stack(per_image, dim=1) if per_image else torch.zeros(3, 0, B, dtype=torch.long, device=device)
-        counts = {name: torch.tensor(part, dtype=torch.long) for name, part in (("active", active), ("physical_rows", physical), ("window", window))}
+        active, physical, window = (torch.tensor([round_[i] for round_ in self.trace], dtype=torch.long) for i in range(3))
+        counts = self.start.new_zeros(3, len(self.trace), len(self.cursors))
+        if self.trace:
+            index_N, *counts_N = (torch.cat(parts) for parts in zip(*(parts for *_, parts in self.trace)))
+            round_N = torch.arange(len(self.trace)).repeat_interleave(physical // self.rows_per_image).to(index_N.device)
+            counts[:, round_N, index_N] = torch.stack(counts_N)
+        advance, accepted, remaining = counts
         return Rollout(
             tokens=self.tokens[:, :-1].contiguous(),
             start=self.start,
             length=torch.full_like(self.start, self.length),
             logprobs=None if self.logprobs is None else self.logprobs[:, :-1].contiguous(),
-            rounds=dict(**counts, advance=advance, accepted=accepted, proposed=proposed),
+            rounds=dict(active=active, physical_rows=physical, window=window, advance=advance, accepted=torch.minimum(accepted, advance),
+                        proposed=torch.minimum(remaining, window[:, None].to(remaining.device))),
             nfe=len(self.trace),
             prefills=prefills,
             policy=self.policy,
