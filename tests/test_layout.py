@@ -24,6 +24,8 @@ MAY_IMPORT = {
     "api": {"decoding", "models", "results"},
     "bench": {"__init__", "api", "decoding", "models", "results"},
     "data": {"models"},
+    "enumeration": {"decoding", "models"},
+    "planted_bugs": {"decoding", "models"},
     "decoding": {"decoding"},
     "distillation": {"distillation", "decoding", "models"},
     "evaluation": ANY,

@@ -44,6 +44,18 @@ class Policy:
     top_k: int = 0
     top_p: float = 1.0
 
+    @property
+    def distribution(self) -> str:
+        """In words, what `Rollout.logprobs` are log-probabilities under. Of a greedy rollout: the model, from which its tokens are not samples."""
+        guidance, temperature = f" guided at {self.guidance:g}" * (self.guidance != 1), f", temperature {self.temperature:g}" * (self.temperature != 1)
+        filters = f", top-k {self.top_k}" * (self.top_k > 0) + f", top-p {self.top_p:g}" * (self.top_p < 1)
+        return f"the model{guidance}{temperature}{filters}"
+
+    def require_sample(self) -> None:
+        """Raise ValueError unless the tokens are samples of `distribution`: a policy gradient or an importance weight needs that."""
+        if self.mode != "sample":
+            raise ValueError(f"a greedy rollout is not a sample of {self.distribution}; use a sampling method such as 'hbsjd_gumbel' or 'ar'")
+
 
 @dataclass(frozen=True)
 class Window:
@@ -83,7 +95,7 @@ class Rollout:
     """The result of decoding; the same type for every method.
 
     tokens [B, T] int64, prefix included; start [B] the first generated position and length [B] one past the last;
-    logprobs [B, T] of each committed token under what it was sampled from (0 on the prefix), or None;
+    logprobs [B, T] of each committed token under `policy.distribution` (0 on the prefix), or None;
     rounds: active, physical_rows, window [rounds] and advance, accepted, proposed [rounds, B] (drafts); nfe verifier forwards, prefills apart.
     """
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import cache
 from itertools import count, product
-from math import prod
+from math import exp, inf, prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from hbsjd.decoding import loop
+from hbsjd.decoding.rules import Greedy, Gumbel
 from hbsjd.decoding.state import State
 from hbsjd.decoding.types import Policy
 
@@ -24,39 +26,97 @@ from hbsjd.decoding.types import Policy
 class ForkingNoise:
     """Answers rules and drafts from one script per row, and keeps the probability of having been answered so.
 
-    What cannot be seen (past the end of the image, in a finished row, beyond a narrow window) always has outcome 0.
+    What cannot be seen (past the end of the image, in a finished row, beyond a narrow window) and what is not asked for has outcome 0.
+    `coupling_BTVV` is what is known of the noise that stays with a position: see `region`.
     """
 
-    def __init__(self, coins_BW, draws_BL, picks_BW):
-        self.coins, self.draws, self.picks = coins_BW, draws_BL, picks_BW
-        self.probability = torch.ones(len(coins_BW), dtype=torch.float64)
+    def __init__(self, scripts: dict[str, torch.Tensor], coupling_BTVV):
+        self.scripts, self.coupling = scripts, coupling_BTVV
+        self.probability = torch.ones(len(coupling_BTVV), dtype=torch.float64)
+        self.asked = {kind: torch.zeros(len(coupling_BTVV), dtype=torch.bool) for kind in scripts}
 
     def coin(self, heads_RW, window):
-        return self.answer(self.coins, window, seen(window)[:, :-1], lambda fallen: torch.where(fallen, heads_RW, 1 - heads_RW))
+        return self.answer("coin", window, seen(window)[:, :-1], lambda fallen: torch.where(fallen.bool(), heads_RW, 1 - heads_RW)).bool()
 
     def draw(self, scores_RLV, window):
         p_RLV = scores_RLV.softmax(-1)
-        return self.answer(self.draws, window, seen(window), lambda drawn: p_RLV.gather(-1, drawn[..., None])[..., 0])
+        return self.answer("draw", window, seen(window), lambda drawn: p_RLV.gather(-1, drawn[..., None])[..., 0])
+
+    def shared(self, scores_RLV, window):
+        """A position's draws have the joint law that common Gumbel noise gives them."""
+        at = window.index_R[:, None], window.positions_RL.clamp(max=self.coupling.shape[1] - 1)
+        before = self.coupling[at]
+
+        def conditional(drawn_RL):
+            self.after = torch.minimum(before, wins(drawn_RL, scores_RLV.double()))
+            return region(self.after) / region(before)
+
+        drawn_RL = self.answer("draw", window, seen(window), conditional)
+        self.coupling[at] = self.after.where(seen(window)[..., None, None], before)
+        return drawn_RL
 
     def pick(self, count, window):
-        if self.picks is None:  # the draft always has something to copy
+        if "pick" not in self.scripts:  # the draft always has something to copy
             return torch.zeros_like(window.drafts_RW)
         tail_RW = torch.arange(window.drafts_RW.shape[1]) >= window.recycled_R[:, None]
-        return self.answer(self.picks, window, seen(window)[:, :-1] & tail_RW, lambda picked: torch.full(picked.shape, 1 / count, dtype=torch.float64))
+        return self.answer("pick", window, seen(window)[:, :-1] & tail_RW, lambda picked: torch.full(picked.shape, 1 / count, dtype=torch.float64))
 
-    def answer(self, script, window, seen, probability_of):
-        script = script[window.index_R]
+    def answer(self, kind, window, seen, probability_of):
+        script = self.scripts[kind][window.index_R]
         outcome, beyond = script[:, : seen.shape[1]], script[:, seen.shape[1] :]
         p = torch.where(seen, probability_of(outcome).double(), (outcome == 0).double())
         self.probability[window.index_R] *= p.prod(1) * (beyond == 0).all(1)
+        self.asked[kind][window.index_R] = True
         return outcome
 
-    def close(self, ran_R) -> torch.Tensor:
-        """The probabilities [B]; a row that did not run was asked nothing, so only its script of zeros counts."""
-        idle = torch.ones(len(self.probability), dtype=torch.bool).index_fill_(0, ran_R, False)
-        scripts = [script for script in (self.coins, self.draws, self.picks) if script is not None]
-        zeros = torch.stack([(script == 0).all(1) for script in scripts]).all(0)
-        return torch.where(idle, zeros.double(), self.probability)
+    def close(self) -> torch.Tensor:
+        """The probabilities [B]; of what a row was not asked for, only the script of zeros counts."""
+        for kind, script in self.scripts.items():
+            self.probability *= self.asked[kind] | (script == 0).all(1)
+        return self.probability
+
+
+def wins(drawn_RL, scores_RLV):
+    """What drawing token a by argmax(scores + noise) says of the noise: bounds [R, L, V, V] whose row a is new.
+
+    With noise -log E (E standard exponential), a wins iff log E_a - log E_v <= scores_a - scores_v for every v.
+    """
+    won_RL1 = scores_RLV.gather(-1, drawn_RL[..., None])
+    bounds_RLV = (won_RL1 - scores_RLV).where(won_RL1 > -torch.inf, -torch.inf)
+    return bounds_RLV[..., None, :].where(F.one_hot(drawn_RL, scores_RLV.shape[-1]).bool()[..., None], torch.inf)
+
+
+def region(bounds):
+    """The probability [...] that V = 2 or 3 exponentials satisfy log E_a - log E_v <= bounds[..., a, v] for all a, v.
+
+    E / sum(E) is uniform on the triangle of three numbers that sum to 1, so this is the share of its area that the bounds leave.
+    """
+    V = bounds.shape[-1]
+    distinct, inverse = torch.unique(F.pad(bounds, (0, 3 - V, 0, 3 - V), value=torch.inf).flatten(0, -3).flatten(1), dim=0, return_inverse=True)
+    areas = torch.tensor([area(tuple(row)) for row in distinct.tolist()], dtype=torch.float64)
+    return areas[inverse].view(bounds.shape[:-2])
+
+
+@cache
+def area(bounds: tuple[float, ...]) -> float:
+    polygon = [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)]
+    for place, bound in enumerate(bounds):
+        if bound < inf:
+            polygon = clipped(polygon, place // 3, place % 3, exp(bound)) if place // 3 != place % 3 or bound < 0 else polygon
+    double = sum(x[0] * y[1] - x[1] * y[0] for x, y in zip(polygon, polygon[1:] + polygon[:1]))
+    return double if double > 1e-15 else 0.0
+
+
+def clipped(polygon, a: int, v: int, ratio: float):
+    """The part of a convex polygon where x[a] <= ratio x[v]."""
+    inside = [ratio * x[v] - x[a] for x in polygon]
+    corners = []
+    for x, y, here, there in zip(polygon, polygon[1:] + polygon[:1], inside, inside[1:] + inside[:1]):
+        if here >= 0:
+            corners.append(x)
+        if here * there < 0:
+            corners.append(tuple(p + here / (here - there) * (q - p) for p, q in zip(x, y)))
+    return corners
 
 
 def seen(window):
@@ -90,31 +150,43 @@ def exact_law(model, method, *prefixes: tuple[int, ...], policy=None, finished=l
     `finished` adds that many finished rows to a round, so that a hybrid execution can be made to switch.
     """
     G, V, T, W = len(prefixes), model.config.vocab_size, model.config.block_size, method.window.W
-    asks = any(asks_for_uniform(method.draft, len(prefix)) for prefix in prefixes)
-    one_image = list(product(product((False, True), repeat=W), product(range(V), repeat=W + 1), product(range(V if asks else 1), repeat=W)))
-    scripts = list(product(one_image, repeat=G))
-    coins, draws, picks = (torch.tensor([[image[kind] for image in script] for script in scripts]) for kind in range(3))
+    scripts = joint_scripts(method, V, W, prefixes)
     state = start(model, replace(method, schedule=Grouped(method.schedule, G)), prefixes, policy or Policy(method.rule.mode))
-    weights, law = torch.ones(1, dtype=torch.float64), defaultdict(float)
+    coupling = torch.full((G, T, V, V), torch.inf, dtype=torch.float64)
+    weights, law, S = torch.ones(1, dtype=torch.float64), defaultdict(float), len(scripts["draw"])
     for round_ in count():
-        leaves = len(weights) * len(scripts) * G
+        leaves = len(weights) * S * G
+        parents = torch.arange(len(weights)).repeat_interleave(S)
         extra = finished(round_, leaves) * G
-        parents = torch.arange(len(weights)).repeat_interleave(len(scripts))
-        select(state, torch.cat([(parents[:, None] * G + torch.arange(G)).flatten(), torch.zeros(extra, dtype=torch.long)]))
+        rows = torch.cat([(parents[:, None] * G + torch.arange(G)).flatten(), torch.zeros(extra, dtype=torch.long)])
+        select(state, rows)
         state.cursor[leaves:] = T
         state.read(torch.zeros(1))
-        told = [F.pad(part.repeat(len(weights), 1, 1).flatten(0, 1), (0, 0, 0, extra)) for part in (coins, draws, picks)]
-        noise = ForkingNoise(*told[:2], told[2] if asks else None)
-        ran = torch.arange(len(state.cursors))[method.execution.rows(state.active, len(state.cursors))]
+        told = {kind: F.pad(script.repeat(len(weights), 1, 1).flatten(0, 1), (0, 0, 0, extra)) for kind, script in scripts.items()}
+        noise = ForkingNoise(told, coupling[rows])
         loop.round(state, noise)
-        weights = weights[parents] * noise.close(ran)[:leaves].view(-1, G).prod(1)
+        weights = weights[parents] * noise.close()[:leaves].view(-1, G).prod(1)
         done = (state.cursor[:leaves] == T).view(-1, G).all(1)
         for group in (done & (weights > 0)).nonzero()[:, 0].tolist():
             law[tuple(map(tuple, state.tokens[group * G : group * G + G, :T].tolist()))] += weights[group].item()
-        groups, weights = merge(state, weights, done, G)
+        groups, weights = merge(state, noise.coupling, weights, done, G)
         if not len(groups):
             return law
-        select(state, (groups[:, None] * G + torch.arange(G)).flatten())
+        rows = (groups[:, None] * G + torch.arange(G)).flatten()
+        select(state, rows)
+        coupling = noise.coupling[rows]
+
+
+def joint_scripts(method, V: int, W: int, prefixes) -> dict[str, torch.Tensor]:
+    """Every outcome of a round's noise: {kind: [scripts, images, W or W + 1]}. What a known rule or draft cannot ask for is left out."""
+    outcomes = {
+        "coin": product(range(1 if isinstance(method.rule, Greedy | Gumbel) else 2), repeat=W),
+        "draw": product(range(1 if isinstance(method.rule, Greedy) else V), repeat=W + 1),
+    }
+    if any(asks_for_uniform(method.draft, len(prefix)) for prefix in prefixes):
+        outcomes["pick"] = product(range(V), repeat=W)
+    together = list(product(product(*outcomes.values()), repeat=len(prefixes)))
+    return {kind: torch.tensor([[image[i] for image in script] for script in together]) for i, kind in enumerate(outcomes)}
 
 
 def asks_for_uniform(draft, prefix: int) -> bool:
@@ -139,13 +211,14 @@ def select(state: State, rows: torch.Tensor) -> None:
     state.trace.clear()
 
 
-def merge(state: State, weights, done, G: int) -> tuple[torch.Tensor, torch.Tensor]:
+def merge(state: State, coupling, weights, done, G: int) -> tuple[torch.Tensor, torch.Tensor]:
     """One group for each distinct unfinished state, with the sum of the weights."""
     alive = ((weights > 0) & ~done).nonzero()[:, 0]
     rows = (alive[:, None] * G + torch.arange(G)).flatten()
     live = torch.arange(state.drafts.shape[1]) < state.recycled[rows, None]
     committed = torch.arange(state.length) < state.cursor[rows, None]
-    parts = [state.cursor[rows, None], state.tokens[rows, :-1] * committed, torch.where(live, state.drafts[rows], -1)]
+    known = coupling[rows].where(~committed[..., None, None], 0).flatten(1).mul(1e12).round()
+    parts = [state.cursor[rows, None], state.tokens[rows, :-1] * committed, torch.where(live, state.drafts[rows], -1), known]
     if state.q is not None:
         parts.append((state.q[rows] * live[..., None]).flatten(1).mul(1e12).round())
     key = torch.cat([part.double() for part in parts], dim=1)
