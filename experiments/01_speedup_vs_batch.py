@@ -101,8 +101,9 @@ def main(args) -> None:
     for B in sorted({*sweep["batches"], sweep["ratio_batch"]}):
         if str(B) not in gamma:
             fastest[str(B)] = faster_dtype(models, scene.condition[:1].expand(B))
-            calibration[str(B)] = bench.calibrate(Guided(models[fastest[str(B)]], GUIDANCE), B, 16, args.device)
-            gamma[str(B)] = calibration[str(B)]["gamma"]
+            rows = sorted({max(1, B * eighth // 8) for eighth in range(1, 9)})
+            calibration[str(B)] = bench.calibrate(Guided(models[fastest[str(B)]], GUIDANCE), rows, [16], args.device, gathered=(16,))
+            gamma[str(B)] = bench.gamma(calibration[str(B)], 2 * B, 16)
             run.note(fastest_dtype=fastest, calibration=calibration, gamma=gamma)
 
     todo = run.missing(cells(sweep, fastest))

@@ -25,7 +25,7 @@ from hbsjd.decoding.rules import Gumbel, Maximal, Probabilistic
 from hbsjd.decoding.sampling import scores
 from hbsjd.decoding.schedules import Independent, Lockstep, Synchronous
 from hbsjd.decoding.state import State
-from hbsjd.decoding.types import Method, Policy
+from hbsjd.decoding.types import Images, Method, Policy
 from hbsjd.decoding.windows import Fixed
 from hbsjd.enumeration import exact_law, target_law, total_variation
 from hbsjd.models import checkpoints
@@ -99,10 +99,11 @@ def samples(model, condition, prefix, method: str, seed: int, N: int) -> torch.T
     exact = replace(exact, window=Fixed(min(W_SHORT, exact.window.W)))
     cache = model.prefill(condition[None], prefix[None], torch.tensor([len(prefix)], device=prefix.device), length + W_SHORT + 1)
     cache.expand(N)
-    images = torch.arange(N, device=prefix.device)
-    state = State(model, cache, exact, Policy("sample", GUIDANCE), prefix.expand(N, -1), torch.full_like(images, len(prefix)), images, length)
+    ids = torch.arange(N, device=prefix.device)
+    images = Images(condition.expand(N), prefix.expand(N, -1), torch.full_like(ids, len(prefix)), ids)
+    state = State(model, cache, exact, Policy("sample", GUIDANCE), images, length, slots=N)
     with planted(residual_from_p) if method == CONTROL else nullcontext():
-        return loop.rollout(state, KeyedNoise(seed)).result(prefills=1).tokens[:, -AHEAD:]
+        return loop.rollout(state, KeyedNoise(seed)).result().tokens[:, -AHEAD:]
 
 
 def two_sample(a: torch.Tensor, b: torch.Tensor) -> tuple[float, int]:

@@ -8,12 +8,15 @@ from operator import index
 
 import torch
 
+from hbsjd.calibration import adapted
 from hbsjd.decoding import loop
 from hbsjd.decoding.drafts import History
 from hbsjd.decoding.methods import METHODS
 from hbsjd.decoding.noise import KeyedNoise
+from hbsjd.decoding.schedules import Independent
 from hbsjd.decoding.state import State
-from hbsjd.decoding.types import Method, Policy, Rollout
+from hbsjd.decoding.types import Images, Method, Policy, Rollout
+from hbsjd.decoding.windows import Adaptive
 from hbsjd.models.guidance import Guided
 
 
@@ -45,7 +48,7 @@ def rollout(
     """
     if isinstance(model, str):
         raise ValueError(f"model must be a model, not a name; pass hbsjd.load_model({model!r})")
-    for name, value, default in (("slots", slots, None), ("group", group, 1), ("stop", stop, None)):
+    for name, value, default in (("group", group, 1), ("stop", stop, None)):
         if value != default:
             raise ValueError(f"{name}= is not built yet; leave it at {default}")
     config = model.config
@@ -57,13 +60,17 @@ def rollout(
     length = check_length(length, config)
     prefix_BP, start_B = check_prefix(prefix, len(condition), length, config, condition.device)
     images = check_images(images, condition)
+    slots = check_slots(slots, len(condition))
     if policy.guidance > 1:
         model = Guided(model, policy.guidance)
     elif isinstance(model, Guided):
         policy = replace(policy, guidance=model.scale)
-    cache = model.prefill(condition, prefix_BP, start_B, length + method.window.W + 1)
-    state = State(model, cache, method, policy, prefix_BP, start_B, images, length, logprobs, rows_per_image=2 if isinstance(model, Guided) else 1)
-    return loop.rollout(state, noise).result(prefills=1)
+    if isinstance(method.window, Adaptive) and method.window.costs is None:
+        method = adapted(method, model, policy, slots, condition.device)
+    cache = model.prefill(condition[:slots], prefix_BP[:slots], start_B[:slots], length + method.window.W + 1)
+    images = Images(condition, prefix_BP, start_B, images)
+    state = State(model, cache, method, policy, images, length, slots, logprobs, rows_per_image=2 if isinstance(model, Guided) else 1)
+    return loop.rollout(state, noise).result()
 
 
 def resolve(method: str | Method, config) -> Method:
@@ -73,8 +80,11 @@ def resolve(method: str | Method, config) -> Method:
     if not isinstance(method, Method):
         near = get_close_matches(str(method), METHODS) or METHODS
         raise ValueError(f"unknown method {method!r}; did you mean {', '.join(near)}?")
-    if whole("window W", method.window.W) < 0:
-        raise ValueError(f"window W = {method.window.W} is negative; use 0 (autoregressive) or more")
+    for width in method.window.widths:
+        if whole("window W", width) < 0:
+            raise ValueError(f"window W = {width} is negative; use 0 (autoregressive) or more")
+    if isinstance(method.window, Adaptive) and not (method.window.widths and isinstance(method.schedule, Independent)):
+        raise ValueError("an adaptive window needs widths to choose from and the Independent schedule")
     if isinstance(method.draft, History):
         if method.draft.H is None:
             method = replace(method, draft=History(isqrt(config.block_size)))
@@ -129,6 +139,13 @@ def check_prefix(prefix, batch: int, length: int, config, device) -> tuple[torch
     if prefix_BP.numel() and (prefix_BP.min() < 0 or prefix_BP.max() >= config.vocab_size):
         raise ValueError(f"prefix ids must lie in 0..{config.vocab_size - 1}; got {prefix_BP.min()}..{prefix_BP.max()}")
     return prefix_BP, start_B
+
+
+def check_slots(slots: int | None, images: int) -> int:
+    slots = images if slots is None else whole("slots", slots)
+    if slots < 1:
+        raise ValueError(f"slots = {slots} must be at least 1: it is how many images are decoded at a time")
+    return min(slots, images)
 
 
 def check_images(images, condition: torch.Tensor) -> torch.Tensor:

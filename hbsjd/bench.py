@@ -1,16 +1,19 @@
-"""Timing: a stopwatch around a model's forwards, a timed rollout, a bare autoregressive loop to compare with, and the calibration of gamma."""
+"""Timing: a stopwatch around a model's forwards, a timed rollout, and a bare autoregressive loop to compare with."""
 from __future__ import annotations
 
 import argparse
 import sys
 import time
 from dataclasses import dataclass, field
-from statistics import median
 from typing import Any
 
 import torch
 
 from hbsjd.api import rollout
+from hbsjd.calibration import calibrate as calibrate
+from hbsjd.calibration import clock
+from hbsjd.calibration import gamma as gamma
+from hbsjd.calibration import interleaved as interleaved
 from hbsjd.decoding.noise import SHARED, perturbed_argmax, row_keys
 from hbsjd.decoding.types import Method, Rollout, wide
 from hbsjd.models.guidance import Guided
@@ -37,35 +40,11 @@ def run_experiment(main, parser: argparse.ArgumentParser) -> None:
         sys.exit(f"{parser.prog}: {error}")
 
 
-def clock(device) -> float:
-    """Seconds now, after all that was asked of the device is done."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
-def device_name(device) -> str:
-    """What results are filed under: "cpu" (which they turn into the processor's model) or the GPU's name."""
-    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else "cpu"
-
-
 def driver(device) -> str | None:
     """The CUDA that torch was built with, and the GPU's compute capability; None on a CPU."""
     if torch.device(device).type != "cuda":
         return None
     return f"CUDA {torch.version.cuda}, compute capability {'.'.join(map(str, torch.cuda.get_device_capability(device)))}"
-
-
-def interleaved(calls: dict[Any, Any], repeats: int, device, warmup: int = 1) -> dict[Any, list[float]]:
-    """Seconds of each call, every repeat running all of them in turn, after warm-up rounds that are not kept."""
-    seconds = {name: [] for name in calls}
-    for repeat in range(-warmup, repeats):
-        for name, call in calls.items():
-            start = clock(device)
-            call()
-            if repeat >= 0:
-                seconds[name].append(clock(device) - start)
-    return seconds
 
 
 @dataclass
@@ -153,35 +132,3 @@ def timed_bare_ar(model, condition, prefix_BP, seed: int, length: int | None = N
     committed, rows_per_image = len(tokens) * suffix, 2 if isinstance(model, Guided) else 1
     counts = dict(nfe=suffix, prefills=1, rounds=suffix, physical_rows=rows_per_image * committed, row_rounds=committed)
     return counts | dict(committed=committed, accepted=0, proposed=0), dict(seconds=seconds, forward_seconds=None, peak_mb=None)
-
-
-@torch.no_grad()
-def calibrate(model, batch: int, width: int, device, repeats: int = 5) -> dict:
-    """Verifier latency at half an image, from a few forwards that do not depend on data: Full at `batch` rows, Compact at fewer.
-
-    Returns {"width", "full": seconds, "compact": {rows: seconds}, "gamma"}; rows are those of the model given (images, if it is guided);
-    gamma (Eq. 6) is the largest fraction of the batch at which Compact is the cheaper one.
-    """
-    T = model.config.block_size
-    condition, half = torch.zeros(batch, dtype=torch.long, device=device), torch.full((batch,), T // 2, device=device)
-    cache = model.prefill(condition, torch.zeros(batch, T // 2, dtype=torch.long, device=device), half, T + width + 1)
-    tokens = torch.zeros(batch, width + 1, dtype=torch.long, device=device)
-    positions = (half - 1)[:, None] + torch.arange(width + 1, device=device)
-    calls = {"full": lambda: model.step(tokens, positions, cache, slice(0, batch))}
-    for rows in sorted({max(1, batch * eighth // 8) for eighth in range(1, 8)} - {batch}):
-        index = torch.arange(rows, device=device)
-        calls[rows] = lambda rows=rows, index=index: model.step(tokens[:rows], positions[:rows], cache, index)
-    seconds = {name: median(times) for name, times in interleaved(calls, repeats, device).items()}
-    full = seconds.pop("full")
-    return dict(width=width, full=full, compact=seconds, gamma=crossing(seconds, full, batch) / batch)
-
-
-def crossing(compact: dict[int, float], full: float, batch: int) -> int:
-    """The most rows at which Compact costs less than Full, between measured points by a straight line."""
-    best, before = 0, (0, 0.0)
-    for rows, cost in [*sorted(compact.items()), (batch, float("inf"))]:
-        if cost >= full:
-            share = 1.0 if cost == float("inf") else (full - before[1]) / (cost - before[1])
-            return max(best, min(batch - 1, int(before[0] + share * (rows - before[0]))))
-        best, before = rows, (rows, cost)
-    return best

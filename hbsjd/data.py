@@ -11,7 +11,6 @@ import os
 from dataclasses import dataclass
 from importlib import metadata, resources
 from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pandas as pd
@@ -21,14 +20,10 @@ from tqdm import tqdm
 from hbsjd.models import vq
 from hbsjd.models.checkpoints import WEIGHTS, load_model, sha256
 from hbsjd.models.llamagen import random_model
+from hbsjd.results import cache_dir
 
 MIN_NAMES = 8  # a subcategory with fewer names is not a class
 HELD_OUT = {"test": 0.10, "validation": 0.06}  # fractions of each class's names, the rest is `train`
-
-
-def cache_dir() -> Path:
-    """Where rendered images and calibrations are kept: $HBSJD_CACHE, by default ~/.cache/hbsjd."""
-    return Path(os.environ.get("HBSJD_CACHE", "~/.cache/hbsjd")).expanduser()
 
 
 def openmoji(size: int = 32) -> tuple[pd.DataFrame, torch.Tensor]:

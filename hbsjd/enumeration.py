@@ -19,8 +19,8 @@ import torch.nn.functional as F
 
 from hbsjd.decoding import loop
 from hbsjd.decoding.rules import Greedy, Gumbel
-from hbsjd.decoding.state import State
-from hbsjd.decoding.types import Policy
+from hbsjd.decoding.state import ROW, State
+from hbsjd.decoding.types import Images, Policy
 
 
 class ForkingNoise:
@@ -161,7 +161,8 @@ def exact_law(model, method, *prefixes: tuple[int, ...], policy=None, finished=l
         rows = torch.cat([(parents[:, None] * G + torch.arange(G)).flatten(), torch.zeros(extra, dtype=torch.long)])
         select(state, rows)
         state.cursor[leaves:] = T
-        state.read(torch.zeros(1))
+        state.cursors = state.cursor.tolist()
+        state.busy = list(range(len(rows)))
         told = {kind: F.pad(script.repeat(len(weights), 1, 1).flatten(0, 1), (0, 0, 0, extra)) for kind, script in scripts.items()}
         noise = ForkingNoise(told, coupling[rows])
         loop.round(state, noise)
@@ -198,16 +199,17 @@ def start(model, method, prefixes, policy) -> State:
     start_B, condition = torch.tensor([len(prefix) for prefix in prefixes]), torch.arange(len(prefixes))
     prefix_BP = torch.nn.utils.rnn.pad_sequence([torch.tensor(prefix, dtype=torch.long) for prefix in prefixes], batch_first=True)
     cache = model.prefill(condition, prefix_BP, start_B, model.config.block_size + method.window.W + 1)
-    return State(model, cache, method, policy, prefix_BP, start_B, condition, model.config.block_size)
+    images = Images(condition, prefix_BP, start_B, condition)
+    return State(model, cache, method, policy, images, model.config.block_size, len(prefixes))
 
 
 def select(state: State, rows: torch.Tensor) -> None:
     """Keep (and repeat) rows of a rollout."""
-    for name in ("tokens", "start", "cursor", "image", "round", "drafts", "recycled"):
-        setattr(state, name, getattr(state, name)[rows])
-    state.q = None if state.q is None else state.q[rows]
-    state.cache.select(rows)
+    for name in ROW:
+        part = getattr(state, name)
+        setattr(state, name, part if part is None else part[rows])
     state.rows = torch.arange(len(rows))
+    state.cache.select(rows)
     state.trace.clear()
 
 

@@ -121,11 +121,8 @@ class Run:
         return tuple("" if row[key] is None else str(row[key]) for key in self.keys)  # as the CSV writes it
 
     def _save(self, facts: dict):
-        self.facts, text = facts, json.dumps(facts, indent=2) + "\n"
-        if not self.json.exists() or self.json.read_text(encoding="utf-8") != text:
-            new = self.json.with_suffix(".partial")
-            new.write_text(text, encoding="utf-8")
-            os.replace(new, self.json)
+        self.facts = facts
+        write_json(self.json, facts)
 
 
 def load(stem: str, scale: str | None = None, root: Path = RESULTS) -> pd.DataFrame:
@@ -161,6 +158,11 @@ def paper(name: str) -> pd.DataFrame:
     return pd.read_csv(PAPER / f"{name}.csv")
 
 
+def cache_dir() -> Path:
+    """Where rendered images and calibrations are kept: $HBSJD_CACHE, by default ~/.cache/hbsjd."""
+    return Path(os.environ.get("HBSJD_CACHE", "~/.cache/hbsjd")).expanduser()
+
+
 def figure_dir(scale: str) -> Path:
     folder = FIGURES / "smoke" if scale == "smoke" else FIGURES
     folder.mkdir(parents=True, exist_ok=True)
@@ -183,6 +185,16 @@ def numbered(folder: Path) -> list[tuple[str, int, Path]]:
     """(name, number, path) of every CSV, in order: `<config-hash>-<device>` is number 1, `<config-hash>-<device>-N` is number N."""
     found = [(re.fullmatch(r"([0-9a-f]{10}-[a-z0-9_]+)(?:-(\d+))?", path.stem), path) for path in folder.glob("*.csv")]
     return sorted((match[1], int(match[2] or 1), path) for match, path in found if match)
+
+
+def write_json(path: Path, facts: dict) -> None:
+    """The file is replaced whole, and left alone where it says the same already."""
+    text = json.dumps(facts, indent=2) + "\n"
+    if not path.exists() or path.read_text(encoding="utf-8") != text:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        new = path.with_suffix(f".{os.getpid()}.partial")
+        new.write_text(text, encoding="utf-8")
+        os.replace(new, path)
 
 
 def read_facts(path: Path) -> dict:

@@ -9,7 +9,7 @@ import hbsjd
 from hbsjd.decoding.drafts import History
 from hbsjd.decoding.methods import METHODS
 from hbsjd.decoding.types import Method
-from hbsjd.decoding.windows import Fixed
+from hbsjd.decoding.windows import Adaptive, Fixed
 from hbsjd.models import vq
 from hbsjd.models.guidance import Guided
 from hbsjd.models.toy import Tabular
@@ -37,7 +37,7 @@ def refused(call, *phrases: str) -> None:
     with pytest.raises(ValueError) as error:
         call()
     message = str(error.value)
-    assert "\n" not in message and len(message) < 400, message
+    assert "\n" not in message and len(message) < 500, message
     assert all(phrase in message for phrase in phrases), message
 
 
@@ -117,8 +117,12 @@ REFUSED = {
     "top_p above 1": (dict(top_p=1.1), "top_p = 1.1", "(0, 1]"),
     "top_p NaN": (dict(top_p=NAN), "top_p = nan", "(0, 1]"),
     "top_p None": (dict(top_p=None), "top_p = None", "number"),
-    "slots": (dict(slots=1), "slots=", "not built"),
-    "slots as many as images": (dict(slots=2), "slots=", "not built"),
+    "slots 0": (dict(slots=0), "slots = 0", "at least 1"),
+    "slots negative": (dict(slots=-2), "slots = -2", "at least 1"),
+    "slots not whole": (dict(slots=1.5), "slots = 1.5", "integer"),
+    "adaptive window negative": (dict(method=replace(GUMBEL, window=Adaptive((0, -2)))), "W = -2", "0"),
+    "adaptive window of nothing": (dict(method=replace(GUMBEL, window=Adaptive(()))), "widths"),
+    "adaptive window in lockstep": (dict(method=replace(METHODS["sjd_lockstep_gumbel"], window=Adaptive())), "Independent"),
     "group": (dict(group=2), "group=", "not built"),
     "stop": (dict(stop=0), "stop=", "not built"),
     "guidance with no null class": (dict(model=toy(None), guidance=2.0), "null class", "guidance=1"),

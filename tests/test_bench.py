@@ -3,7 +3,7 @@ import pytest
 import torch
 
 import hbsjd
-from hbsjd import bench
+from hbsjd import bench, calibration
 from hbsjd.models.guidance import Guided
 from hbsjd.models.llamagen import random_model
 
@@ -36,12 +36,13 @@ def test_a_timed_rollout_is_the_rollout(model):
     ({}, 2.0, 1, 0),
 ])
 def test_gamma_is_where_the_costs_cross(compact, full, batch, rows):
-    assert bench.crossing(compact, full, batch) == rows
+    assert calibration.crossing(compact, full, batch) == rows
 
 
-def test_calibration(model):
-    found = bench.calibrate(Guided(model, 2.0), batch=8, width=4, device="cpu", repeats=2)
-    assert found["full"] > 0 and set(found["compact"]) == {1, 2, 3, 4, 5, 6, 7} and 0 <= found["gamma"] < 1
+def test_calibration_counts_physical_rows(model):
+    found = bench.calibrate(Guided(model, 2.0), [1, 4, 8], [0, 4], "cpu", repeats=2, gathered=(4,))
+    assert all(set(found["costs"][width]) == set(found["gathered"][4]) == {2, 8, 16} for width in (0, 4))
+    assert min(found["costs"][0].values()) > 0 and 0 <= bench.gamma(found, 16, 4) < 1
 
 
 def test_interleaved_runs_everything_in_turn():

@@ -1,4 +1,5 @@
 """Invariants 1 and 4: Greedy and Gumbel are autoregressive decoding, token for token, and noise belongs to the image."""
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -8,15 +9,15 @@ from equality import assert_same
 import hbsjd
 from hbsjd.decoding import reference
 from hbsjd.decoding.drafts import History, RepeatLeft, Uniform
-from hbsjd.decoding.execution import Compact, Full, Hybrid
+from hbsjd.decoding.execution import Compact, Full, Hybrid, Packed
 from hbsjd.decoding.rules import Greedy, Gumbel, Maximal, Probabilistic
 from hbsjd.decoding.schedules import Independent, Lockstep, Synchronous
 from hbsjd.decoding.types import Method, Policy
-from hbsjd.decoding.windows import Fixed
+from hbsjd.decoding.windows import Adaptive, Fixed
 from hbsjd.models.guidance import Guided
 from hbsjd.models.llamagen import random_model
 
-SCHEDULES, EXECUTIONS, WINDOWS = (Independent(), Synchronous(), Lockstep()), (Full(), Compact(), Hybrid(0.6)), (1, 4, 16)
+SCHEDULES, EXECUTIONS, WINDOWS = (Independent(), Synchronous(), Lockstep()), (Full(), Compact(), Hybrid(0.6), Packed()), (1, 4, 16)
 DRAFTS = (History(1), History(5), RepeatLeft(), Uniform())
 CONDITION = torch.tensor([0, 3, 1, 4, 2])
 PREFIX = [torch.arange(n) % 16 for n in (0, 6, 13, 1, 25)]
@@ -75,6 +76,42 @@ def test_tokens_of_the_other_rules_do_not_depend_on_the_execution(rule, executio
     methods = [Method(rule, History(5), Independent(), e, Fixed(4)) for e in (Full(), execution)]
     full, other = (hbsjd.rollout(tiny(), CONDITION, PREFIX, m, guidance=2.0, seed=1) for m in methods)
     assert torch.equal(full.tokens, other.tokens)
+
+
+# A window that changes at almost every round, as its costs cross at some number of rows and its means are off
+RESTLESS = Adaptive((0, 1, 3, 8), 2, {width: {1: 1 + width / 4, 10: 2 + width} for width in (0, 1, 3, 8)}, {0: 1.0, 1: 1.6, 3: 2.5, 8: 3.0})
+
+
+@pytest.mark.parametrize("slots", [1, 2, 4, 5, 9])
+@pytest.mark.parametrize("execution", EXECUTIONS, ids=lambda e: type(e).__name__)
+@pytest.mark.parametrize("rule, window", [(Greedy(), Fixed(4)), (Gumbel(), Fixed(4)), (Probabilistic(), Fixed(4)), (Maximal(), Fixed(4)),
+                                          (Greedy(), RESTLESS), (Gumbel(), RESTLESS)], ids=lambda part: type(part).__name__)
+def test_tokens_do_not_depend_on_slots(autoregressive, rule, window, execution, slots):
+    method = Method(rule, History(5), Independent(), execution, window)
+    got = hbsjd.rollout(tiny(), CONDITION, PREFIX, method, guidance=2.0, seed=7, slots=slots, logprobs=True)
+    if rule in (Greedy(), Gumbel()):
+        assert torch.equal(got.tokens, autoregressive["ar" if rule == Gumbel() else "ar_greedy", 2.0].tokens)
+    else:
+        at_once = hbsjd.rollout(tiny(), CONDITION, PREFIX, replace(method, execution=Full()), guidance=2.0, seed=7, logprobs=True)
+        assert torch.equal(got.tokens, at_once.tokens) and torch.allclose(got.logprobs, at_once.logprobs, atol=1e-9)
+    assert got.start.tolist() == [len(row) for row in PREFIX] and (got.logprobs[torch.arange(25) < got.start[:, None]] == 0).all()
+    advance = got.rounds["advance"]
+    assert torch.equal(advance.sum(0), got.length - got.start) and (got.rounds["active"] <= slots).all()
+    assert (got.rounds["physical_rows"] <= 2 * slots).all() and got.prefills <= len(PREFIX)
+
+
+def test_the_restless_window_changes():
+    method = Method(Gumbel(), History(5), Independent(), Packed(), RESTLESS)
+    assert len(hbsjd.rollout(tiny(), CONDITION, PREFIX, method, seed=7).rounds["window"].unique()) > 1
+
+
+def test_packed_runs_no_idle_row_while_images_wait():
+    prefix = [torch.arange(n) % 16 for n in (0, 6, 13, 1, 20, 3, 9, 24, 2, 17)]
+    condition = torch.arange(10) % 4
+    out = hbsjd.rollout(tiny(), condition, prefix, Method(Gumbel(), History(5), Independent(), Packed(), Fixed(4)), slots=3)
+    assert torch.equal(out.rounds["physical_rows"], out.rounds["active"])
+    last_admitted = int((out.rounds["proposed"] > 0).int().argmax(0).max())
+    assert last_admitted > 10 and (out.rounds["active"][: last_admitted + 1] == 3).all()
 
 
 @pytest.mark.parametrize("rule", [Greedy(), Gumbel(), Probabilistic(), Maximal()], ids=lambda r: type(r).__name__)

@@ -18,12 +18,13 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # What each part of hbsjd may import of the others ("__init__" is hbsjd itself: rollout, load_model, ...).
-ANY = {"__init__", "api", "bench", "data", "decoding", "distillation", "evaluation", "models", "policy", "report", "results", "sample"}
+ANY = {"__init__", "api", "bench", "calibration", "data", "decoding", "distillation", "evaluation", "models", "policy", "report", "results", "sample"}
 MAY_IMPORT = {
     "__init__": {"api", "decoding", "models"},
-    "api": {"decoding", "models", "results"},
-    "bench": {"__init__", "api", "decoding", "models", "results"},
-    "data": {"models"},
+    "api": {"calibration", "decoding", "models", "results"},
+    "bench": {"__init__", "api", "calibration", "decoding", "models", "results"},
+    "calibration": {"decoding", "models", "results"},
+    "data": {"models", "results"},
     "enumeration": {"decoding", "models"},
     "planted_bugs": {"decoding", "models"},
     "decoding": {"decoding"},

@@ -140,7 +140,28 @@ def timed(root, scale="small", device="Test CPU", batches=(1, 4, 16, 64), repeat
     run.finish()
 
 
-MADE_UP = {"00_prepare": prepared, "01_speedup_vs_batch": timed}
+def exactness(root, scale="small", device="Test CPU"):
+    """Made-up results of 06_exactness: exact laws, a control that is biased, one float32 difference in 8 images and many in bfloat16."""
+    rng = np.random.default_rng(6)
+    run = results.Run("06_exactness", scale, {"scale": scale, "samples": 500}, device, ("part", "method", "setting", "item"), root=root)
+    lines = [("law", rule, f"Independent, History, W = {W}", 1, 2e-16 * W - 2e-16, 27, None) for rule in ("Probabilistic", "Maximal", "Gumbel") for W in (1, 2)]
+    lines += [("planted", rule, "residual_from_p", "1, Independent", 0.25, 27, None) for rule in ("Probabilistic", "Maximal")]
+    lines += [("planted", "Probabilistic", "old_q_for_kept_drafts", "2, Lockstep", 0.1, 16, None)]
+    for method in ("hbsjd_gumbel", "hbsjd_probabilistic", "hbsjd_maximal", "biased control"):
+        p = rng.uniform(0.01, 1, 40) ** (8 if method == "biased control" else 1)
+        lines += [(("marginal", "pair")[i % 2], method, f"prefix {i // 8}", i % 8 // 2, p[i], 9, None) for i in range(len(p))]
+    for dtype, often in (("float32", 0), ("bfloat16", 0.05)):
+        for method in ("ar, B = 1", "hbsjd_gumbel", "hbsjd", "sjd_synchronous_gumbel"):
+            agree = np.minimum(rng.geometric(often, 8) - 1, 128) if often else [128] * 7 + [99 if method == "hbsjd" else 128]
+            lines += [("divergence", method, dtype, i, n, 128, 1e-6 + often / 10 if n < 128 else None) for i, n in enumerate(agree)]
+    lines += [("identical", "hbsjd_gumbel", "float64", i, 1024, 1024, None) for i in (0, 8)]
+    lines += [("noise", "hbsjd_gumbel", "B = 16, W = 16", i, 0.06 + 0.01 * i, 3, None) for i in range(3)]
+    for line in lines:
+        run.add(dict(scale=scale, model=f"{scale}-student") | dict(zip(("part", "method", "setting", "item", "value", "count", "gap"), line)))
+    run.finish()
+
+
+MADE_UP = {"00_prepare": prepared, "01_speedup_vs_batch": timed, "06_exactness": exactness}
 
 EXECUTE = """
 import json, os, sys
@@ -219,6 +240,24 @@ def test_speedups_are_of_the_faster_dtype_and_beside_the_paper(drawn):
     assert not table[table["ours, speedup"] != "not measured"].duplicated(["method", "B", "prefix ratio", "paper item"]).any()
 
 
+def test_only_the_biased_control_is_detected_and_only_mistakes_are_noticed(drawn):
+    tests = pd.read_csv(drawn / "06_sampling_tests.csv").set_index("method")
+    assert (tests["difference detected"] == tests["has to be detected"]).all()
+    assert tests.index[tests["difference detected"] == "yes"].tolist() == ["biased control"]
+    assert tests.tests.tolist() == [40] * 4 and (tests["smallest p, adjusted"] <= 1).all()
+    laws, bugs = pd.read_csv(drawn / "06_laws.csv"), pd.read_csv(drawn / "06_planted_bugs.csv")
+    assert laws.exact.tolist() == ["yes"] * 3 and laws["worst total variation"].tolist() == [2e-16] * 3 and bugs.noticed.tolist() == ["yes"] * 3
+
+
+def test_first_differences_are_counted_per_compared_token(drawn):
+    table = pd.read_csv(drawn / "06_divergence.csv").set_index(["dtype", "compared with AR in one batch"])
+    one = table.loc["float32", "HB-SJD (hybrid)"]
+    assert (one["images that differ"], one["tokens compared"], one["first differences per 1000 tokens"]) == (1, 7 * 128 + 100, 1.00)
+    assert (table.loc["bfloat16"]["images that differ"] > 4).all()
+    identical = pd.read_csv(drawn / "06_identical.csv").iloc[0]
+    assert (identical.images, identical["tokens compared"], identical["tokens that differ"]) == (16, 2048, 0)
+
+
 def test_smoke_results_of_two_devices_draw_into_a_folder_of_their_own(tmp_path):
     timed(tmp_path / "results", "smoke", "Test CPU", (1, 4), repeats=2)
     timed(tmp_path / "results", "smoke", "Test GPU", (1, 4), repeats=2)
@@ -263,6 +302,14 @@ def test_the_interval_is_the_same_every_time_and_holds_the_median():
     low, high = report.interval(values)
     assert low <= np.median(values) <= high and (low, high) == report.interval(values)
     assert report.interval([3.0]) == (3.0, 3.0)
+
+
+def test_the_interval_of_a_rate_is_garwoods():
+    from hbsjd import report
+
+    rows = pd.DataFrame(dict(value=[999, 1000, 998], count=[1000, 1000, 1000]))
+    assert report.divergence_rate(rows[1:2]) == pytest.approx((0, 0, 3.689), rel=0.02)
+    assert report.divergence_rate(rows) == pytest.approx((2 / 2.999, 0.242 / 2.999, 7.225 / 2.999), rel=0.02)
 
 
 def test_a_missing_value_shows_as_not_measured():

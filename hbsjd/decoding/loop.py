@@ -10,13 +10,14 @@ def rollout(state: State, noise) -> State:
     """Decode every image of `state` to its end."""
     while state.active:
         round(state, noise)
+        state.settle()
     return state
 
 
 def round(state: State, noise) -> None:
     """One verifier forward for all images, although each stands at its own position."""
     # The rows that run (Eq. 6); each image's window: predictions of its last round, then committed tokens H back
-    window = state.open()
+    window = state.open(noise)
     window = refill(state.method.draft, window, state.tokens[window.rows], state.model.config.vocab_size, noise)
 
     # One forward over [last committed token, drafts]: prediction j stands where draft j stands

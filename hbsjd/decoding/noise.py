@@ -13,7 +13,7 @@ import torch
 from hbsjd.decoding.types import Window
 
 GOLDEN = 0x9E3779B97F4A7C15
-COIN, DRAW, SHARED, PICK = range(1, 5)  # purposes: independent streams
+COIN, DRAW, SHARED, PICK, LOT = range(1, 6)  # purposes: independent streams
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,10 @@ class KeyedNoise:
     def pick(self, count: int, window: Window) -> torch.Tensor:
         """For each draft a token [R, W], uniform on 0..count - 1, independent for each round."""
         return integers(self.per_round(PICK, window)[:, :-1], 1)[..., 0] * count >> 32
+
+    def lot(self, number: int) -> float:
+        """The number-th lot of the rollout, uniform in (0, 1), drawn on the host: it belongs to no image."""
+        return uniform(row_keys(self.seed, LOT, torch.tensor(0), torch.tensor(number)), 1).item()
 
     def per_round(self, purpose: int, window: Window) -> torch.Tensor:
         return row_keys(self.seed, purpose, window.image_R[:, None], window.positions_RL, window.round_R[:, None])

@@ -1,6 +1,6 @@
 """What the decoding core passes around: the model it drives, a round's window, the verdict on it, and what comes out.
 
-Shapes: B images, R rows of a round, W drafts, L = W + 1 predictions, V codes, T positions of an image (prefix included).
+Shapes: B or N images, S slots (rows of the cache), R rows of a round, W drafts, L = W + 1 predictions, V codes, T positions of an image (prefix included).
 """
 from __future__ import annotations
 
@@ -55,6 +55,16 @@ class Policy:
         """Raise ValueError unless the tokens are samples of `distribution`: a policy gradient or an importance weight needs that."""
         if self.mode != "sample":
             raise ValueError(f"a greedy rollout is not a sample of {self.distribution}; use a sampling method such as 'hbsjd_gumbel' or 'ar'")
+
+
+@dataclass(frozen=True)
+class Images:
+    """What is to be decoded: N conditions, prefixes padded with 0, their lengths, and the ids that key the noise."""
+
+    condition_N: torch.Tensor
+    prefix_NP: torch.Tensor
+    start_N: torch.Tensor
+    id_N: torch.Tensor
 
 
 @dataclass(frozen=True)
