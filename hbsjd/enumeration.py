@@ -7,6 +7,7 @@ are merged. A schedule sees one group at a time, as it would if the group were t
 from __future__ import annotations
 
 from collections import defaultdict
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import count, product
@@ -60,6 +61,9 @@ class ForkingNoise:
             return torch.zeros_like(window.drafts_RW)
         tail_RW = torch.arange(window.drafts_RW.shape[1]) >= window.recycled_R[:, None]
         return self.answer("pick", window, seen(window)[:, :-1] & tail_RW, lambda picked: torch.full(picked.shape, 1 / count, dtype=torch.float64))
+
+    def lot(self, number):
+        return 1.0  # nothing is tried by lot
 
     def answer(self, kind, window, seen, probability_of):
         script = self.scripts[kind][window.index_R]
@@ -190,17 +194,60 @@ def joint_scripts(method, V: int, W: int, prefixes) -> dict[str, torch.Tensor]:
     return {kind: torch.tensor([[image[i] for image in script] for script in together]) for i, kind in enumerate(outcomes)}
 
 
+def exact_law_through_slots(model, method, *prefixes: tuple[int, ...], slots: int, policy=None) -> dict[tuple, float]:
+    """The same law of Probabilistic and Maximal one state at a time, so that rows may be refilled and moved and the window may change its mind."""
+    V, T, W = model.config.vocab_size, model.config.block_size, method.window.W
+    scripts = joint_scripts(method, V, W, [min(prefixes, key=len)])
+    level, law = {None: (start(model, method, prefixes, policy or Policy(method.rule.mode), slots), 1.0)}, defaultdict(float)
+    while level:
+        before, level = level.values(), {}
+        for (parent, weight), chosen in ((leaf, chosen) for leaf in before for chosen in product(range(len(scripts["draw"])), repeat=len(leaf[0].active))):
+            told = {kind: script.new_zeros(slots, script.shape[-1]) for kind, script in scripts.items()}
+            for kind, script in scripts.items():
+                told[kind][parent.active] = script[list(chosen), 0]
+            state, noise = clone(parent), ForkingNoise(told, torch.full((slots, T, V, V), torch.inf, dtype=torch.float64))
+            loop.round(state, noise)
+            p = weight * noise.close().prod().item()
+            if p > 0:
+                state.settle()
+                if state.active:
+                    twin, already = level.get(key := identity(state), (state, 0.0))
+                    level[key] = twin, already + p
+                else:
+                    law[tuple(map(tuple, state.out.tolist()))] += p
+    return law
+
+
+def clone(state: State) -> State:
+    twin = copy(state)
+    for name in (*ROW, "out"):
+        part = getattr(state, name)
+        setattr(twin, name, part if part is None else part.clone())
+    twin.cache = type(state.cache)(state.cache.tokens.clone(), state.cache.condition.clone())
+    twin.cursors, twin.busy, twin.trace = list(state.cursors), list(state.busy), []
+    return twin
+
+
+def identity(state: State) -> tuple:
+    """Equal for states that go on in the same way."""
+    rows = []
+    for row in state.active:
+        live, cursor = int(state.recycled[row]), state.cursors[row]
+        q = () if state.q is None else tuple(state.q[row, :live].mul(1e12).round().flatten().tolist())
+        rows.append((row, int(state.owner[row]), tuple(state.tokens[row, :cursor].tolist()), tuple(state.drafts[row, :live].tolist()), q))
+    return tuple(rows), state.waiting, state.out.numpy().tobytes(), repr(state.pace)
+
+
 def asks_for_uniform(draft, prefix: int) -> bool:
     """Whether a draft can have nothing to copy; where it cannot, its uniform tokens are never used and need no enumeration."""
     return prefix < {"History": lambda: draft.H, "RepeatLeft": lambda: 1, "Uniform": lambda: 1 << 30}[type(draft).__name__]()
 
 
-def start(model, method, prefixes, policy) -> State:
-    start_B, condition = torch.tensor([len(prefix) for prefix in prefixes]), torch.arange(len(prefixes))
-    prefix_BP = torch.nn.utils.rnn.pad_sequence([torch.tensor(prefix, dtype=torch.long) for prefix in prefixes], batch_first=True)
-    cache = model.prefill(condition, prefix_BP, start_B, model.config.block_size + method.window.W + 1)
-    images = Images(condition, prefix_BP, start_B, condition)
-    return State(model, cache, method, policy, images, model.config.block_size, len(prefixes))
+def start(model, method, prefixes, policy, slots: int | None = None) -> State:
+    slots, start_N, condition_N = slots or len(prefixes), torch.tensor([len(prefix) for prefix in prefixes]), torch.arange(len(prefixes))
+    prefix_NP = torch.nn.utils.rnn.pad_sequence([torch.tensor(prefix, dtype=torch.long) for prefix in prefixes], batch_first=True)
+    cache = model.prefill(condition_N[:slots], prefix_NP[:slots], start_N[:slots], model.config.block_size + method.window.W + 1)
+    return State(model, cache, method, policy, Images(condition_N, prefix_NP, start_N, condition_N), model.config.block_size, slots)
 
 
 def select(state: State, rows: torch.Tensor) -> None:

@@ -3,14 +3,16 @@ from itertools import count, product
 
 import pytest
 
+from hbsjd.decoding import windows
 from hbsjd.decoding.drafts import History, RepeatLeft, Uniform
-from hbsjd.decoding.execution import Compact, Full, Hybrid
+from hbsjd.decoding.execution import Compact, Full, Hybrid, Packed
 from hbsjd.decoding.rules import Greedy, Gumbel, Maximal, Probabilistic
 from hbsjd.decoding.sampling import scores
 from hbsjd.decoding.schedules import Independent, Lockstep, Synchronous
 from hbsjd.decoding.types import Method, Policy
-from hbsjd.decoding.windows import Fixed
-from hbsjd.enumeration import exact_law, target_law, total_variation
+from hbsjd.decoding.windows import Adaptive, Fixed
+from hbsjd.enumeration import exact_law, exact_law_through_slots, target_law, total_variation
+from hbsjd.models.toy import Tabular
 from hbsjd.planted_bugs import ONE_IMAGE, PLANTED, TWO_IMAGES, Held, old_q_for_kept_drafts, planted
 
 SAMPLING = (Probabilistic(), Maximal(), Gumbel())
@@ -65,6 +67,28 @@ def test_two_images_that_wait_for_each_other(rule, schedule, execution, W, prefi
 @pytest.mark.parametrize("schedule", [Lockstep(), Synchronous()], ids=named)
 def test_two_images_one_of_them_from_nothing(rule, schedule):
     check(TWO_IMAGES, Method(rule, History(1), schedule, Compact(), Fixed(1)), (), (1,))
+
+
+THREE_IMAGES, LONG = Tabular(vocab_size=2, length=3, num_classes=3, seed=1), Tabular(vocab_size=2, length=5, seed=1)
+
+
+@pytest.mark.parametrize("rule, execution, slots, prefixes", pairwise(
+    SAMPLING[:2], (Full(), Compact(), Hybrid(0.6), Packed()), (1, 2), (((0, 1), (0,), (1,)), ((1,), (0, 1), (0,)), ((1, 1, 0), (0,), (1,)))), ids=named)
+def test_three_images_through_fewer_slots(rule, execution, slots, prefixes):
+    law = exact_law_through_slots(THREE_IMAGES, Method(rule, History(1), Independent(), execution, Fixed(1)), *prefixes, slots=slots)
+    assert total_variation(law, target_law(THREE_IMAGES, *prefixes)) < 1e-12
+
+
+@pytest.mark.parametrize("rule", SAMPLING[:2], ids=named)
+@pytest.mark.parametrize("model, prefixes, hold", [(LONG, ((0,),), 1), (LONG, ((1,),), 2), (TWO_IMAGES, ((0,), (1,)), 1)], ids=named)
+def test_a_window_that_follows_what_was_committed(rule, model, prefixes, hold, monkeypatch):
+    monkeypatch.setattr(windows, "PRIOR", 1)  # so that a round or two change its mind
+    widths, plan = set(), Adaptive.plan
+    monkeypatch.setattr(Adaptive, "plan", lambda *args: widths.add((pace := plan(*args)).width) or pace)
+    window = Adaptive((0, 1, 2), hold, {0: {1: 1.0, 2: 4.0}, 1: {1: 1.4, 2: 2.1}, 2: {1: 2.1, 2: 2.4}}, {0: 1.0, 1: 1.5, 2: 1.95})
+    law = exact_law_through_slots(model, Method(rule, History(1), Independent(), Packed(), window), *prefixes, slots=len(prefixes))
+    assert total_variation(law, target_law(model, *prefixes)) < 1e-12
+    assert len(widths) > 1
 
 
 @pytest.mark.parametrize("schedule, W, draft, prefix", list(product((Independent(), Synchronous(), Held()), (1, 2, 3), DRAFTS, ((), (1,)))), ids=named)
