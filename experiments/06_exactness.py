@@ -30,7 +30,7 @@ from hbsjd.decoding.windows import Fixed
 from hbsjd.enumeration import exact_law, target_law, total_variation
 from hbsjd.models import checkpoints
 from hbsjd.models.guidance import Guided
-from hbsjd.planted_bugs import ONE_IMAGE, PLANTED, TWO_IMAGES, planted, residual_from_p
+from hbsjd.planted_bugs import ONE_IMAGE, PLANTED, TWO_IMAGES, Held, planted, residual_from_p
 from hbsjd.results import Run
 
 STEM = "06_exactness"
@@ -41,7 +41,8 @@ LAW_TWO = list(product([Independent(), Synchronous(), Lockstep()], [History(1)],
 SAMPLED = ["hbsjd_gumbel", "hbsjd_probabilistic", "hbsjd_maximal"]
 CONTROL = "biased control"                                                                     # rejected drafts redrawn from p: has to be detected
 AHEAD, W_SHORT = 4, 4                                                                          # tokens drawn after a prefix, and the window
-COMPARED = {"ar, B = 1": None, "hbsjd_gumbel": "ar", "hbsjd": "ar_greedy", "sjd_synchronous_gumbel": "ar"}  # with what, in a batch of N
+ONE_BY_ONE, WIDE = "ar, B = 1", "ar, 17 tokens a forward"  # controls: other batch, and other width of the forward, but one token a round
+COMPARED = {ONE_BY_ONE: "ar", WIDE: "ar", "hbsjd_gumbel": "ar", "hbsjd": "ar_greedy", "sjd_synchronous_gumbel": "ar"}  # with what, in a batch of N
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SIZES = {
     "smoke": dict(prefixes=2, samples=200, images=4, identical=8, batch=4, repeats=2, minutes=0.4),
@@ -140,19 +141,18 @@ def measure_samples(todo: list[dict], scene: data.Scene, size: dict, seed: int):
 
 def measure_divergence(todo: list[dict], scene: data.Scene, size: dict, seed: int):
     half, rows = scene.codes.shape[1] // 2, slice(0, size["images"])
-    condition, prefix = scene.condition[rows], scene.codes[rows, :half]
+    condition, prefix, arguments = scene.condition[rows], scene.codes[rows, :half], dict(guidance=GUIDANCE, seed=seed)
     for dtype, method in dict.fromkeys((cell["setting"], cell["method"]) for cell in todo):
         model = copy.deepcopy(scene.model).to(DTYPES[dtype])
-        arguments = dict(guidance=GUIDANCE, seed=seed)
-        partner = COMPARED[method] or "ar"
-        want = hbsjd.rollout(model, condition, prefix, partner, **arguments).tokens
-        if COMPARED[method]:
-            got = hbsjd.rollout(model, condition, prefix, method, **arguments).tokens
-        else:
+        want = hbsjd.rollout(model, condition, prefix, COMPARED[method], **arguments).tokens
+        if method == ONE_BY_ONE:
             alone = [hbsjd.rollout(model, condition[[i]], prefix[[i]], "ar", images=torch.tensor([i]).to(condition), **arguments) for i in range(len(want))]
             got = torch.cat([out.tokens for out in alone])
+        else:
+            wide = replace(METHODS["hbsjd_gumbel"], schedule=Held())
+            got = hbsjd.rollout(model, condition, prefix, wide if method == WIDE else method, **arguments).tokens
         for cell in [cell for cell in todo if (cell["setting"], cell["method"]) == (dtype, method)]:
-            yield cell | agreement(model, condition, got, want, cell["item"], half, seed, METHODS[partner].rule)
+            yield cell | agreement(model, condition, got, want, cell["item"], half, seed, METHODS[COMPARED[method]].rule)
 
 
 def agreement(model, condition, got, want, i: int, start: int, seed: int, rule) -> dict:

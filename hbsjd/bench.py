@@ -12,6 +12,7 @@ import torch
 from hbsjd.api import rollout
 from hbsjd.calibration import calibrate as calibrate
 from hbsjd.calibration import clock
+from hbsjd.calibration import device_name as device_name
 from hbsjd.calibration import gamma as gamma
 from hbsjd.calibration import interleaved as interleaved
 from hbsjd.decoding.noise import SHARED, perturbed_argmax, row_keys
