@@ -11,39 +11,42 @@ from statistics import median
 import torch
 from tqdm import tqdm
 
-from hbsjd import bench, data
+from hbsjd import bench, calibration, data
 from hbsjd.api import resolve
 from hbsjd.decoding.execution import Hybrid
+from hbsjd.decoding.types import Policy
+from hbsjd.decoding.windows import Adaptive
 from hbsjd.models import checkpoints
 from hbsjd.models.guidance import Guided
 from hbsjd.results import Run
 
 STEM = "01_speedup_vs_batch"
-METHODS = ["ar_greedy", "ar", "sjd_lockstep", "sjd_synchronous", "hbsjd_full", "hbsjd_compact", "hbsjd", "hbsjd_probabilistic", "hbsjd_gumbel"]
-SHORT = ["ar_greedy", "ar", "hbsjd", "hbsjd_probabilistic", "hbsjd_gumbel"]  # at prefix ratios other than HALF
-SLOW = ["sjd_lockstep", "sjd_synchronous"]                                   # fewer repeats at the largest batch
+METHODS = ["ar_greedy", "ar", "sjd_lockstep", "sjd_synchronous", "hbsjd_full", "hbsjd", "hbsjd_probabilistic", "hbsjd_gumbel", "hbsjd_adaptive",
+           "hbsjd_greedy_adaptive"]
+SHORT = ["ar_greedy", "ar", "hbsjd", "hbsjd_probabilistic", "hbsjd_gumbel", "hbsjd_adaptive"]  # at prefix ratios other than HALF
 GUIDANCE, HALF = 2.0, 0.5
 BARE, BARE_TOKENS = 0.1, 48  # prefix ratio of the bare loop and its partner, and how many tokens they generate
 SWEEP = {
-    "smoke": dict(batches=[1, 4], ratios=[0.6], ratio_batch=4, dtype_batch=4, repeats=2, slow_repeats=1, bare_batches=[4], bare_pairs=3, minutes=0.5),
-    "small": dict(batches=[1, 4, 16, 64], ratios=[0.2, 0.4, 0.6, 0.75], ratio_batch=16, dtype_batch=4, repeats=5, slow_repeats=3,
-                  bare_batches=[16, 64], bare_pairs=21, minutes=14),
+    "smoke": dict(batches=[1, 4], ratios=[0.6], ratio_batch=4, dtype_batch=4, repeats=2, few=1, bare_batches=[4], bare_pairs=3, minutes=0.5),
+    "small": dict(batches=[1, 4, 16, 64], ratios=[0.2, 0.4, 0.6, 0.75], ratio_batch=16, dtype_batch=4, repeats=5, few=3,
+                  bare_batches=[16, 64], bare_pairs=21, minutes=11),
 }
 KEYS = ("method", "B", "prefix_ratio", "dtype", "repeat")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def cells(sweep: dict, fastest: dict[str, str]) -> list[dict]:
-    """Every rollout to time. At a batch size both sides use the dtype in which AR is faster; AR is timed in the other dtype too, and at one
-    batch size so are the others. The bare loop is paired with AR on a few tokens."""
-    settings = [(B, HALF, fastest[str(B)], dict.fromkeys(METHODS, sweep["repeats"])) for B in sweep["batches"]]
-    settings[-1][3].update(dict.fromkeys(set(SLOW) & set(METHODS), sweep["slow_repeats"]))
+    """Every rollout to time; `few` repeats at the largest batch, at other prefix ratios and in the other dtype. At a batch size both sides use
+    the dtype in which AR is faster; AR is timed in the other dtype too, and at one batch size so are the others. The bare loop is paired with
+    AR on a few tokens."""
+    few, most = sweep["few"], max(sweep["batches"])
+    settings = [(B, HALF, fastest[str(B)], dict.fromkeys(METHODS, few if B == most else sweep["repeats"])) for B in sweep["batches"]]
     B = sweep["ratio_batch"]
-    settings += [(B, ratio, fastest[str(B)], dict.fromkeys(SHORT, sweep["repeats"])) for ratio in sweep["ratios"]]
+    settings += [(B, ratio, fastest[str(B)], dict.fromkeys(SHORT, few)) for ratio in sweep["ratios"]]
     settings += [(B, BARE, fastest[str(B)], dict.fromkeys(["ar", "bare_ar"], sweep["bare_pairs"])) for B in sweep["bare_batches"]]
     for B in sweep["batches"]:
         methods = SHORT if B == sweep["dtype_batch"] else ["ar"]
-        settings += [(B, HALF, dtype, dict.fromkeys(methods, sweep["repeats"])) for dtype in DTYPES if dtype != fastest[str(B)]]
+        settings += [(B, HALF, dtype, dict.fromkeys(methods, few)) for dtype in DTYPES if dtype != fastest[str(B)]]
     listed = {
         (method, B, ratio, dtype, repeat): None
         for B, ratio, dtype, repeats in settings for repeat in range(max(repeats.values())) for method, times in repeats.items() if repeat < times
@@ -64,7 +67,18 @@ def faster_dtype(models: dict, condition) -> str:
     return "bfloat16" if median(seconds["bfloat16"]) < 0.9 * median(seconds["float32"]) else "float32"
 
 
-def measure(cell: dict, scene: data.Scene, model, seed: int, gamma: float, length: int | None = None) -> dict:
+def calibrate(model, B: int, device) -> dict:
+    """Costs of a guided round at B images and fewer, gamma, and what a round commits at each width, greedily and sampled."""
+    guided, widths, eighths = Guided(model, GUIDANCE), Adaptive().widths, sorted({max(1, B * eighth // 8) for eighth in range(1, 9)})
+    found = bench.calibrate(guided, eighths, [16], device, gathered=(16,))
+    costs = bench.calibrate(guided, sorted({1, max(1, B // 4), B}), list(widths), device)["costs"]
+    policies = {mode: Policy(mode, GUIDANCE) for mode in ("greedy", "sample")}
+    adaptive = {"greedy": "hbsjd_greedy_adaptive", "sample": "hbsjd_adaptive"}
+    prior = {mode: calibration.committed_means(guided, resolve(adaptive[mode], model.config), policy, widths, device) for mode, policy in policies.items()}
+    return dict(found, gamma=bench.gamma(found, 2 * B, 16), costs=costs, prior=prior)
+
+
+def measure(cell: dict, scene: data.Scene, model, seed: int, found: dict, length: int | None = None) -> dict:
     """One timed rollout. Every method of a repeat gets the same images, prefixes and noise."""
     B, T, name = cell["B"], model.config.block_size, cell["method"]
     given = int(cell["prefix_ratio"] * T)
@@ -74,7 +88,10 @@ def measure(cell: dict, scene: data.Scene, model, seed: int, gamma: float, lengt
     inputs = (scene.condition[images], scene.codes[images, :given])
     method, hybrid_above = resolve("ar" if name == "bare_ar" else name, model.config), None
     if isinstance(method.execution, Hybrid):
-        method, hybrid_above = replace(method, execution=Hybrid(gamma)), round(gamma * B)
+        hybrid_above = round(found["gamma"] * B)
+        method = replace(method, execution=Hybrid(found["gamma"]))
+    if isinstance(method.window, Adaptive):
+        method = replace(method, window=replace(method.window, costs=found["costs"], prior=found["prior"][method.rule.mode]))
     if name == "bare_ar":
         counts, figures = bench.timed_bare_ar(Guided(model, GUIDANCE), *inputs, seed + cell["repeat"], length)
     else:
@@ -96,21 +113,20 @@ def main(args) -> None:
     run.note(seed=args.seed, checkpoint_sha256=scene.sha256, driver=bench.driver(args.device))
     models = {name: copy.deepcopy(scene.model).to(dtype) for name, dtype in DTYPES.items()}
 
-    # Which dtype, and when Compact pays (Eq. 6): measured once per batch size, from forwards that do not depend on data, and kept with the results
-    fastest, calibration, gamma = (dict(run.facts.get(name, {})) for name in ("fastest_dtype", "calibration", "gamma"))
+    # Which dtype; when Compact pays (Eq. 6); what a round costs and commits: measured once per batch size and kept with the results
+    fastest, calibrations = dict(run.facts.get("fastest_dtype", {})), dict(run.facts.get("calibrations", {}))
     for B in sorted({*sweep["batches"], sweep["ratio_batch"]}):
-        if str(B) not in gamma:
+        if str(B) not in calibrations:
             fastest[str(B)] = faster_dtype(models, scene.condition[:1].expand(B))
-            rows = sorted({max(1, B * eighth // 8) for eighth in range(1, 9)})
-            calibration[str(B)] = bench.calibrate(Guided(models[fastest[str(B)]], GUIDANCE), rows, [16], args.device, gathered=(16,))
-            gamma[str(B)] = bench.gamma(calibration[str(B)], 2 * B, 16)
-            run.note(fastest_dtype=fastest, calibration=calibration, gamma=gamma)
+            calibrations[str(B)] = calibrate(models[fastest[str(B)]], B, args.device)
+            run.note(fastest_dtype=fastest, calibrations=calibrations)
+    calibrations = calibration.whole_keys(calibrations)
 
     todo = run.missing(cells(sweep, fastest))
     print(f"{STEM}: {len(todo)} rollouts to time on {args.device}, about {sweep['minutes'] * len(todo) / len(cells(sweep, fastest)):.1f} minutes")
     warm = set()
     for cell in tqdm(todo, desc=STEM, mininterval=1):
-        inputs = (scene, models[cell["dtype"]], args.seed, gamma[str(cell["B"])])
+        inputs = (scene, models[cell["dtype"]], args.seed, calibrations[cell["B"]])
         kind = (cell["method"], cell["B"], cell["dtype"])
         if kind not in warm and cell["method"] != "bare_ar":  # a short one that is not kept
             measure(cell, *inputs, length=min(scene.codes.shape[1], int(cell["prefix_ratio"] * scene.codes.shape[1]) + 20))

@@ -15,14 +15,14 @@ from tqdm import tqdm
 
 import hbsjd
 from hbsjd import bench, data
+from hbsjd.agreement import first_difference
 from hbsjd.api import resolve
 from hbsjd.decoding import loop
 from hbsjd.decoding.drafts import History, Uniform
 from hbsjd.decoding.execution import Full, Hybrid
 from hbsjd.decoding.methods import METHODS
-from hbsjd.decoding.noise import SHARED, KeyedNoise, gumbel, perturbed_argmax, row_keys
+from hbsjd.decoding.noise import SHARED, KeyedNoise, perturbed_argmax, row_keys
 from hbsjd.decoding.rules import Gumbel, Maximal, Probabilistic
-from hbsjd.decoding.sampling import scores
 from hbsjd.decoding.schedules import Independent, Lockstep, Synchronous
 from hbsjd.decoding.state import State
 from hbsjd.decoding.types import Images, Method, Policy
@@ -152,20 +152,10 @@ def measure_divergence(todo: list[dict], scene: data.Scene, size: dict, seed: in
             wide = replace(METHODS["hbsjd_gumbel"], schedule=Held())
             got = hbsjd.rollout(model, condition, prefix, wide if method == WIDE else method, **arguments).tokens
         for cell in [cell for cell in todo if (cell["setting"], cell["method"]) == (dtype, method)]:
-            yield cell | agreement(model, condition, got, want, cell["item"], half, seed, METHODS[COMPARED[method]].rule)
-
-
-def agreement(model, condition, got, want, i: int, start: int, seed: int, rule) -> dict:
-    differs = (got[i] != want[i]).nonzero()
-    if not len(differs):
-        return dict(value=len(want[i]) - start, count=len(want[i]) - start, gap=None)
-    position = int(differs[0, 0])
-    with torch.no_grad():
-        score = scores(Guided(model, GUIDANCE)(condition[[i]], want[[i]])[0, position], Policy(rule.mode)).double()
-    if rule == Gumbel():
-        score += gumbel(row_keys(seed, SHARED, torch.tensor(i), torch.tensor(position)), len(score)).to(score)
-    best, second = score.topk(2).values
-    return dict(value=position - start, count=len(want[i]) - start, gap=(best - second).item())
+            i, mode = cell["item"], METHODS[COMPARED[method]].rule.mode
+            position, gap = first_difference(Guided(model, GUIDANCE), condition[i], got[i], want[i], i, seed, mode)
+            compared = len(want[i]) - half
+            yield cell | dict(value=compared if position is None else position - half, count=compared, gap=gap)
 
 
 def measure_identical(todo: list[dict], scene: data.Scene, size: dict, seed: int):

@@ -50,41 +50,41 @@ def driver(device) -> str | None:
 
 @dataclass
 class Timed:
-    """A model that notes when its verifier forwards begin and end: CUDA events where there is CUDA, so that nothing waits for them."""
+    """A model that notes when its forwards begin and end: CUDA events where there is CUDA, so that nothing waits for them."""
 
     model: Any
     device: torch.device
-    marks: list = field(default_factory=list)
+    marks: dict[str, list] = field(default_factory=lambda: dict(prefill=[], step=[]))
 
     def __post_init__(self):
         self.config = self.model.config
 
     def prefill(self, *args, **kwargs):
-        return self.model.prefill(*args, **kwargs)
+        return self.between("prefill", lambda: self.model.prefill(*args, **kwargs))
 
     def step(self, *args):
-        self.mark()
-        logits = self.model.step(*args)
-        self.mark()
-        return logits
+        return self.between("step", lambda: self.model.step(*args))
+
+    def between(self, kind: str, forward):
+        before, result, after = self.mark(), forward(), self.mark()
+        self.marks[kind].append((before, after))
+        return result
 
     def mark(self):
-        if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-            self.marks.append(event)
-        else:
-            self.marks.append(time.perf_counter())
+        if self.device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
-    def seconds(self) -> float:
-        pairs = list(zip(self.marks[::2], self.marks[1::2]))
+    def seconds(self, kind: str) -> float:
         if self.device.type == "cuda":
-            return sum(start.elapsed_time(end) for start, end in pairs) / 1000
-        return sum(end - start for start, end in pairs)
+            return sum(before.elapsed_time(after) for before, after in self.marks[kind]) / 1000
+        return sum(after - before for before, after in self.marks[kind])
 
 
 def timed_rollout(model, condition, prefix, method: str | Method, **kwargs) -> tuple[Rollout, dict]:
-    """A rollout with its `seconds`, the `forward_seconds` of the model inside it, and `peak_mb` (of the device; on a CPU, of the process so far).
+    """A rollout with its `seconds`, of them `forward_seconds` in verifier forwards and `prefill_seconds`, and `peak_mb` (on a CPU, of the process so far).
 
     `model` is the bare one: guidance is an argument, as it is of `rollout`.
     """
@@ -95,7 +95,7 @@ def timed_rollout(model, condition, prefix, method: str | Method, **kwargs) -> t
     out = rollout(timed, condition, prefix, method, **kwargs)
     seconds = clock(condition.device) - start
     peak = torch.cuda.max_memory_allocated(condition.device) // 2**20 if cuda else process_peak_mb()
-    return out, dict(seconds=seconds, forward_seconds=timed.seconds(), peak_mb=peak)
+    return out, dict(seconds=seconds, forward_seconds=timed.seconds("step"), prefill_seconds=timed.seconds("prefill"), peak_mb=peak)
 
 
 def process_peak_mb() -> int | None:
@@ -132,4 +132,20 @@ def timed_bare_ar(model, condition, prefix_BP, seed: int, length: int | None = N
     suffix = tokens.shape[1] - prefix_BP.shape[1]
     committed, rows_per_image = len(tokens) * suffix, 2 if isinstance(model, Guided) else 1
     counts = dict(nfe=suffix, prefills=1, rounds=suffix, physical_rows=rows_per_image * committed, row_rounds=committed)
-    return counts | dict(committed=committed, accepted=0, proposed=0), dict(seconds=seconds, forward_seconds=None, peak_mb=None)
+    return counts | dict(committed=committed, accepted=0, proposed=0), dict(seconds=seconds, forward_seconds=None, prefill_seconds=None, peak_mb=None)
+
+
+def main() -> None:
+    from hbsjd import device_check  # which imports this module
+
+    parser = argparse.ArgumentParser(prog="python -m hbsjd.bench", description="What this machine makes of it: exactness, speed, costs of a round.")
+    parser.add_argument("--device-check", action="store_true", required=True, help="measure everything once, then repeat until the minutes are over")
+    parser.add_argument("--minutes", type=float, default=5.0)
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--fresh", action="store_true", help="into a new results file")
+    args = parser.parse_args()
+    print(device_check.tables(device_check.run_check(args.device, args.minutes, args.fresh)))
+
+
+if __name__ == "__main__":
+    main()

@@ -13,6 +13,7 @@ import torch
 
 from hbsjd.decoding import loop
 from hbsjd.decoding.noise import KeyedNoise
+from hbsjd.decoding.rules import Gumbel
 from hbsjd.decoding.state import State
 from hbsjd.decoding.types import Images, Method, Policy
 from hbsjd.decoding.windows import Adaptive
@@ -20,7 +21,7 @@ from hbsjd.models.checkpoints import fingerprint
 from hbsjd.models.guidance import Guided
 from hbsjd.results import cache_dir, config_hash, cpu_name, write_json
 
-MEANS = dict(images=4, tokens=48)  # a short run for each width, from the middle of an image
+MEANS = dict(images=8, tokens=48)  # a short run for each width, from the middle of an image
 known: WeakKeyDictionary = WeakKeyDictionary()  # model -> {setting: (costs, prior)}, of this process
 
 
@@ -90,22 +91,22 @@ def crossing(compact: dict[int, float], full: float, batch: int) -> int:
 
 @torch.no_grad()
 def committed_means(model, method: Method, policy: Policy, widths, device, seed: int = 0) -> dict[int, float]:
-    """Mean committed tokens per round at each width: a few images of drawn classes are decoded to the middle, and on from there with every width."""
+    """Mean committed tokens per round at each width: a few images of spread-out classes are sampled to the middle, and go on from there with every width."""
     config, B = model.config, MEANS["images"]
-    condition = torch.arange(B, device=device) % max(config.num_classes or 1, 1)
-    prefix, means = torch.zeros(B, 0, dtype=torch.long, device=device), {0: 1.0}
-    for width in [min(8, max(widths)), *sorted(set(widths) - {0})]:
-        first, start = prefix.shape[1] == 0, torch.full_like(condition, prefix.shape[1])
-        length = config.block_size // 2 if first else min(config.block_size, prefix.shape[1] + max(MEANS["tokens"], width + 16))
-        window = Adaptive((width,), 1, {width: {1: 1.0}}, {width: 1.0})
+    condition = torch.arange(B, device=device) * max(config.num_classes or 1, B) // B % (config.num_classes or 1)
+    prefix, means, sampled = torch.zeros(B, 0, dtype=torch.long, device=device), {0: 1.0}, replace(policy, mode="sample")
+
+    def run(rule, policy, width: int, length: int) -> State:
+        start, window = torch.full_like(condition, prefix.shape[1]), Adaptive((width,), 1, {width: {1: 1.0}}, {width: 1.0})
         cache = model.prefill(condition, prefix, start, length + width + 1)
-        state = State(model, cache, replace(method, window=window), policy, Images(condition, prefix, start, condition), length, slots=B)
-        loop.rollout(state, KeyedNoise(seed))
-        if first:
-            prefix = state.out
-        else:
-            rounds, committed = state.pace.seen.get(width, (1, max(means.values())))  # too wide for this image: as good as the next narrower one
-            means[width] = committed / rounds
+        state = State(model, cache, replace(method, rule=rule, window=window), policy, Images(condition, prefix, start, condition), length, slots=B)
+        return loop.rollout(state, KeyedNoise(seed))
+
+    prefix = run(Gumbel(), sampled, min(8, max(widths)), config.block_size // 2).out
+    for width in sorted(set(widths) - {0}):
+        state = run(method.rule, policy, width, min(config.block_size, prefix.shape[1] + MEANS["tokens"] + width))
+        rounds, committed = state.pace.seen.get(width, (1, max(means.values())))  # too wide for this image: as good as the next narrower one
+        means[width] = committed / rounds
     return means
 
 
@@ -136,11 +137,15 @@ def read(path, identity: dict) -> tuple[dict, dict]:
     """Costs and prior of a kept calibration; one of another machine, model or setting is refused."""
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        costs = {int(width): {int(rows): float(seconds) for rows, seconds in row.items()} for width, row in kept["costs"].items()}
-        prior, measured_on = {int(width): float(mean) for width, mean in kept["prior"].items()}, kept["identity"]
-    except (ValueError, KeyError, TypeError, AttributeError):
+        costs, prior, measured_on = whole_keys(kept["costs"]), whole_keys(kept["prior"]), kept["identity"]
+    except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path} is damaged; delete it, and it is measured again") from None
     if measured_on != identity:
         other = ", ".join(sorted(name for name in identity if measured_on.get(name) != identity[name]))
         raise ValueError(f"{path} was measured for another {other}; delete it, and it is measured again here")
     return costs, prior
+
+
+def whole_keys(table):
+    """Numbers as keys again, which JSON turns into text."""
+    return {int(key) if str(key).isdigit() else key: whole_keys(value) for key, value in table.items()} if isinstance(table, dict) else table

@@ -17,6 +17,9 @@ COLORS = {
     "hbsjd_full": "#56B4E9",
     "hbsjd_compact": "#009E73",
     "hbsjd": "#0072B2",
+    "hbsjd_packed": "#882255",
+    "hbsjd_greedy_adaptive": "#117733",
+    "hbsjd_adaptive": "#332288",
     "hbsjd_probabilistic": "#D55E00",
     "hbsjd_gumbel": "#B8A600",
     "hbsjd_maximal": "#6A3D9A",
@@ -35,6 +38,9 @@ LABELS = {
     "hbsjd_full": "HB-SJD, full",
     "hbsjd_compact": "HB-SJD, compact",
     "hbsjd": "HB-SJD (hybrid)",
+    "hbsjd_packed": "HB-SJD, packed",
+    "hbsjd_greedy_adaptive": "HB-SJD, adaptive, greedy",
+    "hbsjd_adaptive": "HB-SJD, adaptive, Gumbel",
     "hbsjd_probabilistic": "HB-SJD, probabilistic",
     "hbsjd_gumbel": "HB-SJD, Gumbel",
     "hbsjd_maximal": "HB-SJD, maximal",
@@ -45,9 +51,16 @@ LABELS = {
 GREEDY = ["sjd_lockstep", "sjd_synchronous", "hbsjd_full", "hbsjd_compact", "hbsjd"]
 SAMPLED = ["hbsjd_probabilistic", "hbsjd_gumbel"]
 BASELINE = dict.fromkeys(GREEDY, "ar_greedy") | dict.fromkeys(SAMPLED, "ar")  # each method is compared with what it is exact to
+RULES = {"Greedy": "hbsjd", "Probabilistic": "hbsjd_probabilistic", "Maximal": "hbsjd_maximal", "Gumbel": "hbsjd_gumbel"}  # whose colour a rule has
 SETTING = ["device", "config_hash"]  # rows that differ here are never pooled
 CELL = [*SETTING, "B", "prefix_ratio", "dtype", "compile"]
 NOT_MEASURED = "not measured"
+BESIDE = {  # the columns of a table of `beside`: heading, and how a value is written
+    "B": ("B", "{}"), "paper_mean": ("paper, mean ms", "{:g}"), "mean": ("ours, mean ms", "{:.0f}"),
+    "paper_p95": ("paper, P95 ms", "{:g}"), "p95": ("ours, P95 ms", "{:.0f}"), "paper_rounds": ("paper, rounds", "{:g}"), "rounds": ("ours, rounds", "{:.0f}"),
+    "tokens": ("ours, tokens per round", "{:.2f}"), "paper_speedup": ("paper, speedup", "{:g}"), "speedup": ("ours, speedup", "{:.2f}"),
+    "interval": ("95 % interval", "{}"), "repeats": ("repeats", "{:.0f}"), "device": ("device", "{}"), "config_hash": ("configuration", "{}"),
+}
 
 
 def style() -> None:
@@ -86,6 +99,42 @@ def paired_speedup(rows: pd.DataFrame, baseline: dict[str, str] = BASELINE, cell
     return ratios.agg(speedup="median", low=lambda r: interval(r)[0], high=lambda r: interval(r)[1], pairs="size").reset_index()
 
 
+def against(rows: pd.DataFrame, baseline: str) -> pd.DataFrame:
+    """One row per batch size and method, over the repeats that all of them have: mean and 95th percentile of the milliseconds, mean `rounds`,
+    committed `tokens` per round, how many `repeats`; and the `paired_speedup` over `baseline`, which is one of the methods."""
+    cell = [*SETTING, "B"]
+    timed = rows.groupby([*cell, "repeat"]).method.transform("nunique")
+    rows = rows[timed == rows.groupby(cell).method.transform("nunique")]
+    groups = rows.assign(ms=1000 * rows.seconds).groupby([*cell, "method"])
+    table = groups.agg(mean=("ms", "mean"), p95=("ms", lambda ms: ms.quantile(0.95)), rounds=("rounds", "mean"), repeats=("repeat", "size"))
+    table["tokens"] = groups.committed.sum() / groups.row_rounds.sum()
+    return table.reset_index().merge(paired_speedup(rows, dict.fromkeys(rows.method, baseline), cell), on=[*cell, "method"])
+
+
+def beside(ours: pd.DataFrame, paper: pd.DataFrame) -> pd.DataFrame:
+    """A table of `against` beside the paper's numbers, written out: `paper` has method, B, and some of the columns of BESIDE that begin with paper_."""
+    ours = ours.assign(interval=[f"{low:.2f} to {high:.2f}" for low, high in zip(ours.low, ours.high)])
+    table = ours.merge(paper, on=["method", "B"], how="outer")
+    columns = {name: how for name, how in BESIDE.items() if name in table}
+    table["place"] = table.method.str.partition(", ")[0].map({method: place for place, method in enumerate(LABELS)})
+    table = table.sort_values([*SETTING, "B", "place", "method"])
+    for name, (_, form) in columns.items():
+        table[name] = table[name].map(form.format, na_action="ignore")
+    table = table.assign(method=table.method.map(label))[["method", *columns]]
+    return table.rename(columns={name: heading for name, (heading, _) in columns.items()})
+
+
+def label(method: str) -> str:
+    """A method's label; what follows a comma in its name ("hbsjd, W = 8") stays as it is."""
+    name, comma, rest = method.partition(", ")
+    return LABELS.get(method, LABELS.get(name, name) + comma + rest)
+
+
+def companion(facts: dict, ending: str) -> pd.DataFrame:
+    """The table beside a results file: `facts` is its provenance, `ending` what the experiment gave to `Run.file`."""
+    return pd.read_csv(facts["csv"].with_name(f"{facts['csv'].stem}-{ending}"))
+
+
 def divergence_rate(rows: pd.DataFrame) -> tuple[float, float, float]:
     """First differences per 1000 compared tokens, and the 95 % interval of a Poisson count, by draws from a fixed seed.
 
@@ -95,6 +144,18 @@ def divergence_rate(rows: pd.DataFrame) -> tuple[float, float, float]:
     rng = np.random.default_rng(0)
     ends = np.percentile(rng.gamma(differ, size=100_000), 2.5), np.percentile(rng.gamma(differ + 1, size=100_000), 97.5)
     return tuple(float(1000 * number / (rows.value.sum() + differ)) for number in (differ, *ends))
+
+
+def pooled_ratio(rows: pd.DataFrame, over: str, under: str, by: list[str]) -> pd.DataFrame:
+    """One row per group: `mean`, sum(over) / sum(under) of its rows; `low` and `high`, the ratios of the rows at the ends; and the number of `rows`."""
+    groups = rows.assign(each=rows[over] / rows[under]).groupby([*SETTING, *by], dropna=False)
+    totals = groups[[over, under]].sum()
+    return groups.each.agg(low="min", high="max", rows="size").assign(mean=totals[over] / totals[under]).reset_index()
+
+
+def mean_and_range(table: pd.DataFrame) -> list[str]:
+    """The values of a `pooled_ratio` table, written out."""
+    return [f"{mean:.2f} ({low:.2f} to {high:.2f})" for mean, low, high in zip(table["mean"], table.low, table.high)]
 
 
 def settings(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
@@ -115,6 +176,12 @@ def speedup_line(ax: plt.Axes, table: pd.DataFrame, x: str, method: str) -> None
     table = table.sort_values(x)
     ax.plot(table[x], table.speedup, "o-", color=COLORS[method], label=LABELS[method])
     ax.vlines(table[x], table.low, table.high, color=COLORS[method], alpha=0.5)
+
+
+def rule_line(ax: plt.Axes, x, table: pd.DataFrame, rule: str, line: str = "o-") -> None:
+    """One rule of a `pooled_ratio` table at places `x`, each with its range."""
+    ax.plot(x, table["mean"], line, color=COLORS[RULES[rule]], label=rule)
+    ax.vlines(x, table.low, table.high, color=COLORS[RULES[rule]], alpha=0.5)
 
 
 def speedup_axes(axes: np.ndarray, xlabel: str) -> None:

@@ -25,7 +25,7 @@ def rows(folder, stem: str) -> pd.DataFrame:
     return pd.read_csv(path)
 
 
-@pytest.mark.parametrize("stem", ["00_prepare", "01_speedup_vs_batch"])
+@pytest.mark.parametrize("stem", ["00_prepare", "01_speedup_vs_batch", "02_acceptance"])
 def test_smoke_and_again(stem, tmp_path):
     first = run(stem, tmp_path)
     assert first.returncode == 0, first.stderr[-2000:]
@@ -54,6 +54,23 @@ def test_timing_rows_say_what_was_measured(tmp_path):
     assert (ar.nfe * ar.B == ar.committed).all() and (ar.physical_rows == 2 * ar.B * ar.nfe).all()
     hbsjd = table[table.method == "hbsjd"].groupby(["B", "prefix_ratio"]).nfe.max()
     assert (hbsjd <= table[table.method == "ar_greedy"].groupby(["B", "prefix_ratio"]).nfe.max()).all()
+
+
+def test_counts_by_item_add_up_to_the_rollout(tmp_path):
+    assert run("02_acceptance", tmp_path).returncode == 0
+    table = rows(tmp_path, "02_acceptance").set_index(["rule", "repeat"]).sort_index()
+    of = dict(list(table.groupby("part")))
+    whole = of["window"][of["window"].W == 16]
+    for part, counts in ("histogram", ["row_rounds", "committed", "accepted", "proposed", "examined"]), ("entropy", ["committed", "accepted", "examined"]):
+        assert of[part].groupby(["rule", "repeat"])[counts].sum().eq(whole[counts]).all(axis=None)
+    assert (of["histogram"].committed == of["histogram"]["item"] * of["histogram"].row_rounds).all()
+    assert (of["grid"].committed == 16).all() and (of["grid"].accepted <= of["grid"].examined).all() and (of["grid"].examined <= 16).all()
+    assert (whole.committed == 16 * 18).all() and (whole.nfe == whole.rounds).all()
+    # each round ends with a rejection, with the token after a window that stood whole, or with the image
+    rejected, ended = whole.examined - whole.accepted, whole.committed - whole.examined
+    assert (rejected + ended <= whole.row_rounds).all() and (whole.row_rounds <= rejected + ended + 16).all()
+    same = of["guidance"][of["guidance"].guidance == 2].drop(columns="part")
+    assert same.equals(whole.drop(columns="part").loc[same.index]), "parts that share a setting count the same rollout"
 
 
 def test_an_edited_list_adds_rows_to_the_same_file(tmp_path, monkeypatch):

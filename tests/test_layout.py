@@ -18,16 +18,20 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # What each part of hbsjd may import of the others ("__init__" is hbsjd itself: rollout, load_model, ...).
-ANY = {"__init__", "api", "bench", "calibration", "data", "decoding", "distillation", "evaluation", "models", "policy", "report", "results", "sample"}
+ANY = {
+    "__init__", "agreement", "api", "bench", "calibration", "data", "decoding", "distillation", "evaluation", "models", "policy", "report", "results", "sample",
+}
 MAY_IMPORT = {
     "__init__": {"api", "decoding", "models"},
+    "agreement": {"decoding"},
     "api": {"calibration", "decoding", "models", "results"},
-    "bench": {"__init__", "api", "calibration", "decoding", "models", "results"},
+    "bench": {"__init__", "api", "calibration", "decoding", "device_check", "models", "results"},
     "calibration": {"decoding", "models", "results"},
     "data": {"models", "results"},
     "enumeration": {"decoding", "models"},
     "planted_bugs": {"decoding", "models"},
     "decoding": {"decoding"},
+    "device_check": ANY,
     "distillation": {"distillation", "decoding", "models"},
     "evaluation": ANY,
     "models": {"models", "decoding.types"},

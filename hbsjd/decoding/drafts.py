@@ -15,7 +15,8 @@ from hbsjd.decoding.types import Window
 class History:
     """The committed token at the same place H, 2 H, ... positions earlier: the nearest that exists. H = grid width copies the token above.
 
-    H = None means the grid's width and is filled in by `hbsjd.rollout`.
+    H = None means the grid's width and is filled in by `hbsjd.rollout`. (Drawing from the distribution one row up with the position's own Gumbel noise
+    instead was tried: 1 % more committed tokens at W = 16, 2 % at W = 32, for T V floats an image. Not worth its memory.)
     """
 
     H: int | None

@@ -79,7 +79,7 @@ class State:
         self.busy = sorted({*self.busy, *dst} - {*src})
 
     def tensor(self, numbers) -> torch.Tensor:
-        return torch.tensor(numbers, dtype=torch.long, device=self.rows.device)
+        return torch.tensor(numbers, dtype=torch.long).to(self.rows.device, non_blocking=True)
 
     def read(self, logits: torch.Tensor) -> None:
         """The round's one host read: the cursors, and whether the logits were finite (their sum in float32 is not, if one of them is not)."""
