@@ -7,6 +7,9 @@ cd "$(dirname "$0")"
 stages="
 00_prepare           1  1
 01_speedup_vs_batch  1  12
+02_acceptance        1  8
+03_full_vs_compact   1  11
+06_exactness         1  8
 "
 
 usage() {

@@ -67,14 +67,15 @@ def faster_dtype(models: dict, condition) -> str:
     return "bfloat16" if median(seconds["bfloat16"]) < 0.9 * median(seconds["float32"]) else "float32"
 
 
-def calibrate(model, B: int, device) -> dict:
-    """Costs of a guided round at B images and fewer, gamma, and what a round commits at each width, greedily and sampled."""
+def calibrate(model, scene: data.Scene, B: int, device) -> dict:
+    """Costs of a guided round at B images and fewer, gamma, and what a round commits at each width, greedily and sampled (of the last images)."""
     guided, widths, eighths = Guided(model, GUIDANCE), Adaptive().widths, sorted({max(1, B * eighth // 8) for eighth in range(1, 9)})
     found = bench.calibrate(guided, eighths, [16], device, gathered=(16,))
     costs = bench.calibrate(guided, sorted({1, max(1, B // 4), B}), list(widths), device)["costs"]
     policies = {mode: Policy(mode, GUIDANCE) for mode in ("greedy", "sample")}
     adaptive = {"greedy": "hbsjd_greedy_adaptive", "sample": "hbsjd_adaptive"}
-    prior = {mode: calibration.committed_means(guided, resolve(adaptive[mode], model.config), policy, widths, device) for mode, policy in policies.items()}
+    given = scene.condition[-calibration.IMAGES :], scene.codes[-calibration.IMAGES :, : int(HALF * scene.codes.shape[1])]
+    prior = {mode: calibration.committed_means(guided, resolve(adaptive[mode], model.config), policy, widths, *given) for mode, policy in policies.items()}
     return dict(found, gamma=bench.gamma(found, 2 * B, 16), costs=costs, prior=prior)
 
 
@@ -118,7 +119,7 @@ def main(args) -> None:
     for B in sorted({*sweep["batches"], sweep["ratio_batch"]}):
         if str(B) not in calibrations:
             fastest[str(B)] = faster_dtype(models, scene.condition[:1].expand(B))
-            calibrations[str(B)] = calibrate(models[fastest[str(B)]], B, args.device)
+            calibrations[str(B)] = calibrate(models[fastest[str(B)]], scene, B, args.device)
             run.note(fastest_dtype=fastest, calibrations=calibrations)
     calibrations = calibration.whole_keys(calibrations)
 

@@ -16,12 +16,12 @@ from hbsjd.decoding.noise import KeyedNoise
 from hbsjd.decoding.rules import Gumbel
 from hbsjd.decoding.state import State
 from hbsjd.decoding.types import Images, Method, Policy
-from hbsjd.decoding.windows import Adaptive
+from hbsjd.decoding.windows import Adaptive, Fixed
 from hbsjd.models.checkpoints import fingerprint
 from hbsjd.models.guidance import Guided
 from hbsjd.results import cache_dir, config_hash, cpu_name, write_json
 
-MEANS = dict(images=8, tokens=48)  # a short run for each width, from the middle of an image
+IMAGES, AHEAD = 8, 48  # a short run for each width: how many images, and tokens from their middle on
 known: WeakKeyDictionary = WeakKeyDictionary()  # model -> {setting: (costs, prior)}, of this process
 
 
@@ -90,24 +90,32 @@ def crossing(compact: dict[int, float], full: float, batch: int) -> int:
 
 
 @torch.no_grad()
-def committed_means(model, method: Method, policy: Policy, widths, device, seed: int = 0) -> dict[int, float]:
-    """Mean committed tokens per round at each width: a few images of spread-out classes are sampled to the middle, and go on from there with every width."""
-    config, B = model.config, MEANS["images"]
-    condition = torch.arange(B, device=device) * max(config.num_classes or 1, B) // B % (config.num_classes or 1)
-    prefix, means, sampled = torch.zeros(B, 0, dtype=torch.long, device=device), {0: 1.0}, replace(policy, mode="sample")
-
-    def run(rule, policy, width: int, length: int) -> State:
-        start, window = torch.full_like(condition, prefix.shape[1]), Adaptive((width,), 1, {width: {1: 1.0}}, {width: 1.0})
-        cache = model.prefill(condition, prefix, start, length + width + 1)
-        state = State(model, cache, replace(method, rule=rule, window=window), policy, Images(condition, prefix, start, condition), length, slots=B)
-        return loop.rollout(state, KeyedNoise(seed))
-
-    prefix = run(Gumbel(), sampled, min(8, max(widths)), config.block_size // 2).out
+def committed_means(model, method: Method, policy: Policy, widths, condition: torch.Tensor, prefix_BP: torch.Tensor, seed: int = 0) -> dict[int, float]:
+    """Mean committed tokens per round of an image at each width, over the next tokens after given prefixes."""
+    means = {0: 1.0}
     for width in sorted(set(widths) - {0}):
-        state = run(method.rule, policy, width, min(config.block_size, prefix.shape[1] + MEANS["tokens"] + width))
+        window = Adaptive((width,), 1, {width: {1: 1.0}}, {width: 1.0})
+        length = min(model.config.block_size, prefix_BP.shape[1] + AHEAD + width)
+        state = continued(model, replace(method, window=window), policy, condition, prefix_BP, length, seed)
         rounds, committed = state.pace.seen.get(width, (1, max(means.values())))  # too wide for this image: as good as the next narrower one
         means[width] = committed / rounds
     return means
+
+
+@torch.no_grad()
+def sampled_prefixes(model, method: Method, policy: Policy, device, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Classes spread over all there are, and the first half of an image sampled of each: what stands in for real prefixes where none are given."""
+    classes, B = model.config.num_classes or 1, IMAGES
+    condition = torch.arange(B, device=device) * max(classes, B) // B % classes
+    nothing = torch.zeros(B, 0, dtype=torch.long, device=device)
+    method = replace(method, rule=Gumbel(), window=Fixed(8))
+    return condition, continued(model, method, replace(policy, mode="sample"), condition, nothing, model.config.block_size // 2, seed).out
+
+
+def continued(model, method: Method, policy: Policy, condition, prefix_BP, length: int, seed: int) -> State:
+    start = torch.full_like(condition, prefix_BP.shape[1])
+    cache = model.prefill(condition, prefix_BP, start, length + method.window.W + 1)
+    return loop.rollout(State(model, cache, method, policy, Images(condition, prefix_BP, start, condition), length, len(condition)), KeyedNoise(seed))
 
 
 def adapted(method: Method, model, policy: Policy, slots: int, device) -> Method:
@@ -127,7 +135,8 @@ def adapted(method: Method, model, policy: Policy, slots: int, device) -> Method
             print(f"hbsjd: measuring what a round costs here and what it commits, once for this setting; kept in {path}", file=sys.stderr)
             rows = sorted({min(slots, 4**i) for i in range(12)})
             found = calibrate(model, rows, list(widths), device, repeats=3)["costs"]
-            write_json(path, dict(identity=identity, costs=found, prior=committed_means(model, method, policy, widths, device)))
+            prior = committed_means(model, method, policy, widths, *sampled_prefixes(model, method, policy, device))
+            write_json(path, dict(identity=identity, costs=found, prior=prior))
         known[bare][key] = read(path, identity)
     costs, prior = known[bare][key]
     return replace(method, window=replace(method.window, costs=costs, prior=prior))

@@ -80,7 +80,9 @@ class Check:
         """What a round commits at each width, measured once for each kind of rule."""
         mode = method.rule.mode
         if mode not in self.priors:
-            self.priors[mode] = calibration.committed_means(self.guided, method, Policy(mode, GUIDANCE), self.size["widths"], self.device)
+            inputs, ahead = self.inputs(calibration.IMAGES), calibration.AHEAD + max(self.size["widths"])
+            given = inputs["condition"], inputs["prefix"][:, : self.model.config.block_size - ahead]
+            self.priors[mode] = calibration.committed_means(self.guided, method, Policy(mode, GUIDANCE), self.size["widths"], *given)
         return self.priors[mode]
 
     def method(self, name: str, B: int):

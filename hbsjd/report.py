@@ -25,6 +25,7 @@ COLORS = {
     "hbsjd_maximal": "#6A3D9A",
     "sjd_synchronous_gumbel": "#8C510A",
     "ar, B = 1": "#7f7f7f",
+    "ar, 17 tokens a forward": "#CC79A7",
     "biased control": "#444444",
     "tokenizer": "#009E73",
     "student": "#0072B2",
@@ -46,6 +47,7 @@ LABELS = {
     "hbsjd_maximal": "HB-SJD, maximal",
     "sjd_synchronous_gumbel": "SJD, batch-synchronous, Gumbel",
     "ar, B = 1": "AR, each image alone (control)",
+    "ar, 17 tokens a forward": "AR, forwards of 17 tokens (control)",
     "biased control": "biased control",
 }
 GREEDY = ["sjd_lockstep", "sjd_synchronous", "hbsjd_full", "hbsjd_compact", "hbsjd"]

@@ -223,7 +223,7 @@ def exactness(root, scale="small", device="Test CPU"):
         p = rng.uniform(0.01, 1, 40) ** (8 if method == "biased control" else 1)
         lines += [(("marginal", "pair")[i % 2], method, f"prefix {i // 8}", i % 8 // 2, p[i], 9, None) for i in range(len(p))]
     for dtype, often in (("float32", 0), ("bfloat16", 0.05)):
-        for method in ("ar, B = 1", "hbsjd_gumbel", "hbsjd", "sjd_synchronous_gumbel"):
+        for method in ("ar, B = 1", "ar, 17 tokens a forward", "hbsjd_gumbel", "hbsjd", "sjd_synchronous_gumbel"):
             agree = np.minimum(rng.geometric(often, 8) - 1, 128) if often else [128] * 7 + [99 if method == "hbsjd" else 128]
             lines += [("divergence", method, dtype, i, n, 128, 1e-6 + often / 10 if n < 128 else None) for i, n in enumerate(agree)]
     lines += [("identical", "hbsjd_gumbel", "float64", i, 1024, 1024, None) for i in (0, 8)]

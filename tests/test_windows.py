@@ -56,8 +56,8 @@ def test_a_width_is_held():
 def test_it_learns_from_advances_that_nothing_clipped():
     pace = replace(WINDOW.begin(), width=4)
     pace = WINDOW.observe(pace, [(0, 5), (10, 12), (96, 100)], 100)  # the last row had only 4 tokens left
-    assert pace.seen == {4: (1, 3.5)}
-    assert WINDOW.mean(pace, 4) == (PRIOR * 2.5 + 3.5) / (PRIOR + 1)
+    assert pace.seen == {4: (2, 7)}
+    assert WINDOW.mean(pace, 4) == (PRIOR * 2.5 + 7) / (PRIOR + 2)
     assert WINDOW.observe(pace, [(97, 100)], 100) == pace
 
 

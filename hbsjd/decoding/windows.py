@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-PRIOR = 64      # rounds that the calibration's means count for
+PRIOR = 64      # rounds of an image that the calibration's means count for
 EXPLORE = 0.02  # of all decisions
 
 
 @dataclass(frozen=True)
 class Pace:
     width: int
-    held: int = 0                                             # rounds since the last decision
+    held: int = 0                                                   # rounds since the last decision
     decisions: int = 0
-    seen: dict[int, tuple[int, float]] = field(default_factory=dict)  # of each width: rounds, and the sum of their mean committed tokens
+    seen: dict[int, tuple[int, int]] = field(default_factory=dict)  # of each width: rounds of an image, and the tokens they committed
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,11 @@ class Adaptive:
         advances = [after - before for before, after in cursors if length - before > pace.width]
         if not advances or pace.width == 0:
             return pace
-        rounds, committed = pace.seen.get(pace.width, (0, 0.0))
-        return replace(pace, seen=pace.seen | {pace.width: (rounds + 1, committed + sum(advances) / len(advances))})
+        rounds, committed = pace.seen.get(pace.width, (0, 0))
+        return replace(pace, seen=pace.seen | {pace.width: (rounds + len(advances), committed + sum(advances))})
 
     def mean(self, pace: Pace, width: int) -> float:
-        rounds, committed = pace.seen.get(width, (0, 0.0))
+        rounds, committed = pace.seen.get(width, (0, 0))
         return (PRIOR * self.prior[width] + committed) / (PRIOR + rounds)
 
 
