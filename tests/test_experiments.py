@@ -10,7 +10,7 @@ from importlib import import_module
 import pandas as pd
 import pytest
 
-from hbsjd.results import ROOT
+from hbsjd.results import ROOT, newest
 
 
 def run(stem: str, folder, *arguments: str) -> subprocess.CompletedProcess:
@@ -21,11 +21,11 @@ def run(stem: str, folder, *arguments: str) -> subprocess.CompletedProcess:
 
 
 def rows(folder, stem: str) -> pd.DataFrame:
-    (path,) = (folder / stem / "smoke").glob("*.csv")
+    (path,) = newest(folder / stem / "smoke")
     return pd.read_csv(path)
 
 
-@pytest.mark.parametrize("stem", ["00_prepare", "01_speedup_vs_batch", "02_acceptance"])
+@pytest.mark.parametrize("stem", ["00_prepare", "01_speedup_vs_batch", "02_acceptance", "03_full_vs_compact"])
 def test_smoke_and_again(stem, tmp_path):
     first = run(stem, tmp_path)
     assert first.returncode == 0, first.stderr[-2000:]
@@ -34,7 +34,7 @@ def test_smoke_and_again(stem, tmp_path):
     assert {path: path.read_bytes() for path in (tmp_path / stem).rglob("*.*")} == before, "a finished stage changes nothing"
 
     # what a kill in the middle leaves behind, an unfinished last line included, is completed without a loss or a duplicate
-    (path,) = (tmp_path / stem / "smoke").glob("*.csv")
+    (path,) = newest(tmp_path / stem / "smoke")
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:-3]) + lines[-3][:7])
     assert run(stem, tmp_path).returncode == 0
@@ -54,6 +54,28 @@ def test_timing_rows_say_what_was_measured(tmp_path):
     assert (ar.nfe * ar.B == ar.committed).all() and (ar.physical_rows == 2 * ar.B * ar.nfe).all()
     hbsjd = table[table.method == "hbsjd"].groupby(["B", "prefix_ratio"]).nfe.max()
     assert (hbsjd <= table[table.method == "ar_greedy"].groupby(["B", "prefix_ratio"]).nfe.max()).all()
+
+
+def test_executions_differ_only_in_the_rows_that_they_run(tmp_path):
+    assert run("03_full_vs_compact", tmp_path).returncode == 0
+    table = rows(tmp_path, "03_full_vs_compact")
+    greedy = table[table.part.isin(["rollout", "gamma"]) & (table.rule == "Greedy") & (table.schedule == "Independent") & (table.W == 16)]
+    assert (greedy.groupby(["B", "repeat"])[["nfe", "row_rounds", "committed"]].nunique() == 1).all(axis=None)
+    full, least = 2 * greedy.B * greedy.nfe, 2 * greedy.row_rounds
+    assert greedy.physical_rows.between(least, full).all() and set(greedy.execution) == {"Full", "Compact", "Hybrid", "Packed"}
+    assert (greedy.physical_rows == full)[greedy.execution == "Full"].all()
+    assert (greedy.physical_rows == least)[greedy.execution.isin(["Compact", "Packed"])].all()
+
+    latency, served = table[table.part == "latency"], table[table.part.isin(["batches", "refill"])].set_index(["part", "method"])
+    assert (latency.physical_rows == 2 * latency.active).all() and ((latency.active == latency.B) == (latency.execution == "Full")).all()
+    assert served.committed.nunique() == served.row_rounds.nunique() == 1
+    assert served.rounds["refill", "hbsjd_full"] == served.rounds["refill", "hbsjd_packed"] < served.rounds["batches", "hbsjd_full"]
+    for part, method in served.index:
+        (path,) = (tmp_path / "03_full_vs_compact" / "smoke").glob(f"*-{part}-{method}-*.csv")
+        rounds = pd.read_csv(path)
+        assert (rounds.active.sum(), 2 * rounds.ran.sum()) == tuple(served.loc[(part, method), ["row_rounds", "physical_rows"]])
+    waiting = rounds[rounds.active < served.slots.iloc[0]].index.min()  # no row is idle while images wait: then nothing is ever added
+    assert rounds.active[waiting:].is_monotonic_decreasing and (rounds.active == rounds.ran).all()
 
 
 def test_counts_by_item_add_up_to_the_rollout(tmp_path):

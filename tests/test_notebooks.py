@@ -205,10 +205,10 @@ def executions(root, scale="small", device="Test CPU", batches=(16, 64)):
     for name, ends in ("sjd_lockstep", [50] * least), ("sjd_synchronous", [50] * least), ("hbsjd", [30 + image for image in range(least)]):
         add("trace", name, least, least, 16, 12 if name == "hbsjd" else None, None, 0.5, 0, 2000, max(ends), sum(ends), 128 * least)
         stood = [(round_, image, 128 + min(128, 128 * round_ // end), least) for round_ in range(max(ends) + 1) for image, end in enumerate(ends)]
-        pd.DataFrame(stood, columns=["round", "image", "cursor", "ran"]).to_csv(run.file(f"trace-{name}.csv"), index=False)
+        pd.DataFrame(stood, columns=["round", "image", "cursor", "ran"]).to_csv(run.file(f"trace-{name}-{least}-{least}.csv"), index=False)
     for part, name, active in ("batches", "hbsjd_full", ([32] * 12 + [20, 4]) * 8), ("refill", "hbsjd_full", [32] * 95), ("refill", "hbsjd_packed", [32] * 95):
         add(part, name, 256, 32, 16, None, None, 0.8, 0, 80 * len(active), len(active), sum(active), 10000)
-        pd.DataFrame(dict(round=range(1, len(active) + 1), active=active, ran=32)).to_csv(run.file(f"{part}-{name}.csv"), index=False)
+        pd.DataFrame(dict(round=range(1, len(active) + 1), active=active, ran=32)).to_csv(run.file(f"{part}-{name}-256-32.csv"), index=False)
     run.finish()
 
 
@@ -321,6 +321,16 @@ def test_counts_are_pooled_and_beside_the_paper(drawn):
     assert rules["ours, rejected (%)"].tolist() == pytest.approx(100 / rules["ours, committed per round"], abs=0.06)  # no window stands whole here
     offsets = pd.read_csv(drawn / "02_offset.csv")
     assert offsets["paper, H"][:5].tolist() == [16, 20, 24, 28, 32] and offsets.draft[5:].tolist() == ["RepeatLeft", "Uniform"]
+
+
+def test_executions_are_compared_with_full_and_beside_the_paper(drawn):
+    table = pd.read_csv(drawn / "03_execution.csv").set_index(["B", "method"])
+    assert table.loc[(64, "HB-SJD (hybrid)"), ["paper, mean ms", "paper, P95 ms", "paper, speedup"]].astype(float).tolist() == [2784, 3969, 1.182]
+    assert table["ours, speedup"].astype(float).tolist() == pytest.approx(2 * [1, 1 / 0.9, 1 / 0.8, 1 / 0.7], rel=0.05)
+    assert table.repeats.tolist() == [5] * 8 and table.loc[(64, "HB-SJD, packed"), "paper, mean ms"] == "not measured"
+    gamma, windows = (pd.read_csv(drawn / f"03_{name}.csv") for name in ("gamma", "windows"))
+    assert gamma.method.tolist()[-3:] == [f"HB-SJD (hybrid), gamma = {gamma}" for gamma in (30, 38, 46)] and set(gamma.repeats) == {3}
+    assert len(windows[(windows.B == 64) & (windows.method == "HB-SJD (hybrid), W = 8")]) == 1
 
 
 def test_only_the_biased_control_is_detected_and_only_mistakes_are_noticed(drawn):

@@ -56,8 +56,8 @@ class State:
             self.keep(self.tensor(freed))
             self.busy = self.active
             if refilled := freed[: len(self.starts) - self.waiting]:
-                taken = self.seat(refilled)
-                inputs = self.images.condition_N[taken], self.images.prefix_NP[taken], self.images.start_N[taken]
+                taken, longest = self.seat(refilled), max(self.cursors[row] for row in refilled)
+                inputs = self.images.condition_N[taken], self.images.prefix_NP[taken, :longest], self.images.start_N[taken]
                 self.model.prefill(*inputs, self.length + self.method.window.W + 1, self.cache, self.tensor(refilled))
                 self.prefills += 1
         if moves := self.method.execution.moves(self.busy):
