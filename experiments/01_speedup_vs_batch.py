@@ -89,7 +89,7 @@ def measure(cell: dict, scene: data.Scene, model, seed: int, found: dict, length
     inputs = (scene.condition[images], scene.codes[images, :given])
     method, hybrid_above = resolve("ar" if name == "bare_ar" else name, model.config), None
     if isinstance(method.execution, Hybrid):
-        hybrid_above = round(found["gamma"] * B)
+        hybrid_above = int(found["gamma"] * B)
         method = replace(method, execution=Hybrid(found["gamma"]))
     if isinstance(method.window, Adaptive):
         method = replace(method, window=replace(method.window, costs=found["costs"], prior=found["prior"][method.rule.mode]))

@@ -50,8 +50,8 @@ LABELS = {
     "ar, 17 tokens a forward": "AR, forwards of 17 tokens (control)",
     "biased control": "biased control",
 }
-GREEDY = ["sjd_lockstep", "sjd_synchronous", "hbsjd_full", "hbsjd_compact", "hbsjd"]
-SAMPLED = ["hbsjd_probabilistic", "hbsjd_gumbel"]
+GREEDY = ["sjd_lockstep", "sjd_synchronous", "hbsjd_full", "hbsjd_compact", "hbsjd", "hbsjd_packed", "hbsjd_greedy_adaptive"]
+SAMPLED = ["hbsjd_probabilistic", "hbsjd_gumbel", "hbsjd_adaptive"]
 BASELINE = dict.fromkeys(GREEDY, "ar_greedy") | dict.fromkeys(SAMPLED, "ar")  # each method is compared with what it is exact to
 RULES = {"Greedy": "hbsjd", "Probabilistic": "hbsjd_probabilistic", "Maximal": "hbsjd_maximal", "Gumbel": "hbsjd_gumbel"}  # whose colour a rule has
 SETTING = ["device", "config_hash"]  # rows that differ here are never pooled
@@ -171,6 +171,19 @@ def fastest_dtype(rows: pd.DataFrame, provenance: list[dict]) -> pd.DataFrame:
     """The rows in the dtype in which the experiment found AR to be faster at their batch size."""
     chosen = {(facts["device"], facts["config_hash"], int(B), dtype) for facts in provenance for B, dtype in facts["fastest_dtype"].items()}
     return rows[[key in chosen for key in zip(rows.device, rows.config_hash, rows.B, rows.dtype)]].copy()
+
+
+def ceilings(provenance: list[dict]) -> pd.DataFrame:
+    """The most that a window can gain: over widths, what a round commits / what it costs compared with a round of AR, both as calibrated."""
+    lines = []
+    for facts in provenance:
+        for B, found in facts["calibrations"].items():
+            cost = {width: list(row.values())[-1] for width, row in found["costs"].items()}  # at the whole batch
+            for method, mode in (("hbsjd_adaptive", "sample"), ("hbsjd_greedy_adaptive", "greedy")):
+                gain = {int(width): mean * cost["0"] / cost[width] for width, mean in found["prior"][mode].items()}
+                width = max(gain, key=gain.get)
+                lines.append(dict(device=facts["device"], config_hash=facts["config_hash"], B=int(B), method=method, ceiling=gain[width], best_width=width))
+    return pd.DataFrame(lines)
 
 
 def speedup_line(ax: plt.Axes, table: pd.DataFrame, x: str, method: str) -> None:

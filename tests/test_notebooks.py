@@ -121,15 +121,18 @@ def mosaic(path, rows, columns):
 def timed(root, scale="small", device="Test CPU", batches=(1, 4, 16, 64), repeats=5):
     """Made-up results of 01_speedup_vs_batch: one dtype more at the middle batch size, lockstep and synchronous with fewer repeats."""
     rng = np.random.default_rng(len(device))
-    committed = {"ar": 1, "ar_greedy": 1, "bare_ar": 1, "sjd_lockstep": 1.6, "sjd_synchronous": 2.2, "hbsjd_probabilistic": 2.1, "hbsjd_gumbel": 3.0}
+    committed = {"ar": 1, "ar_greedy": 1, "bare_ar": 1, "sjd_lockstep": 1.6, "sjd_synchronous": 2.2, "hbsjd_probabilistic": 2.1, "hbsjd_gumbel": 3.0,
+                 "hbsjd_adaptive": 2.4}
     run = results.Run("01_speedup_vs_batch", scale, {"scale": scale, "seed": 0}, device, ("method", "B", "prefix_ratio", "dtype", "repeat"), root=root)
     middle = batches[len(batches) // 2]
     run.note(fastest_dtype={str(B): "bfloat16" if B >= middle else "float32" for B in batches})
+    costs = {width: {"2": 1 + width / 9, "128": 9.0 + 2 * width} for width in (0, 4, 16)}
+    run.note(calibrations={B: dict(costs=costs, prior=dict.fromkeys(("greedy", "sample"), {0: 1, 4: 2, 16: 3.1})) for B in batches})
     settings = [(B, 0.5, "bfloat16" if B >= middle else "float32") for B in batches] + [(middle, 0.5, "float32")]
     settings += [(middle, ratio, "bfloat16") for ratio in (0.2, 0.4, 0.6, 0.75)]
     for B, ratio, dtype in settings:
         methods = ["ar_greedy", "ar", "hbsjd", "hbsjd_probabilistic", "hbsjd_gumbel"]
-        methods += ["bare_ar", "sjd_lockstep", "sjd_synchronous", "hbsjd_full", "hbsjd_compact"] if ratio == 0.5 else []
+        methods += ["bare_ar", "sjd_lockstep", "sjd_synchronous", "hbsjd_full", "hbsjd_adaptive", "hbsjd_greedy_adaptive"] if ratio == 0.5 else []
         for method in methods:
             for repeat in range(3 if B == batches[-1] and method.startswith("sjd") else repeats):
                 suffix, mean = 256 - int(ratio * 256), committed.get(method, 4.0)
