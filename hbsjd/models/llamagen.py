@@ -19,6 +19,8 @@ import torch.nn.functional as F
 from hbsjd.decoding.types import wide
 from hbsjd.models.cache import Cache, attend_causally
 
+PREFILL_TOKENS = 2048  # in one forward: more only moves activations out of the processor's caches
+
 
 @dataclass(frozen=True)
 class Config:
@@ -86,14 +88,15 @@ class LlamaGen(nn.Module):
         """
         embedded = self.embed_condition(condition_B)
         if cache is None:
-            cache = Cache(self.config, len(condition_B), capacity, embedded)
-            rows = slice(0, len(condition_B))
+            cache, rows = Cache(self.config, len(condition_B), capacity, embedded), slice(None)
         cache.condition[rows] = embedded[:, -1]
-        x_RLD = torch.cat([embedded, self.tok_embeddings(prefix_BP[:, :-1])], dim=1)
-        rotary_L = self.rotate_by(torch.arange(x_RLD.shape[1], device=x_RLD.device))
-        filling = cache.fill(rows)
-        for i, layer in enumerate(self.layers):
-            x_RLD = layer(x_RLD, rotary_L, partial(filling.attend, i))
+        index_B = torch.arange(cache.rows, device=embedded.device)[rows]
+        rotary_L = self.rotate_by(torch.arange(embedded.shape[1] + max(prefix_BP.shape[1] - 1, 0), device=embedded.device))
+        rows_at_once = max(1, PREFILL_TOKENS // len(rotary_L))
+        for some, tokens_BP, start_BLD in zip(*(x.split(rows_at_once) for x in (index_B, prefix_BP[:, :-1], embedded))):
+            x_BLD, filling = torch.cat([start_BLD, self.tok_embeddings(tokens_BP)], dim=1), cache.fill(some)
+            for i, layer in enumerate(self.layers):
+                x_BLD = layer(x_BLD, rotary_L, partial(filling.attend, i))
         return cache
 
     @torch.no_grad()
