@@ -1,5 +1,6 @@
 """Keyed noise: uniform, independent in every part of its key, the same for any batch, and never infinite."""
 import math
+import shutil
 from itertools import product
 from types import SimpleNamespace
 
@@ -180,6 +181,24 @@ def test_same_integers_for_any_layout_and_thread_count(threads):
         torch.set_num_threads(before)
     fewer = integers(key(3, DRAW, images[:, None], positions, rounds[:, None]), 10)
     assert torch.equal(together[..., :10], fewer), "a candidate's number does not depend on how many there are"
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=[
+    pytest.mark.slow, pytest.mark.skipif(not shutil.which("g++"), reason="needs a C++ compiler")])])
+def test_same_integers_compiled(backend):
+    keys = key(3, DRAW, torch.arange(3)[:, None], torch.arange(5))
+    assert torch.equal(torch.compile(integers, backend=backend, fullgraph=True)(keys, 64), integers(keys, 64))
+    compiled, eager = torch.compile(gumbel, backend=backend, fullgraph=True)(keys, 64), gumbel(keys, 64)
+    assert ((compiled - eager).abs() <= 2 * torch.finfo(torch.double).eps * eager.abs().clamp(min=1)).all()
+
+
+@pytest.mark.parametrize("left", [1, 3, 100, 1000])
+def test_noise_of_the_surviving_candidates_alone_decides_alike(left):
+    """A filter leaves few candidates: the CPU makes noise for those only, and the draw is what all the noise would give."""
+    scores = torch.randn(4, 3, 1000, generator=torch.Generator().manual_seed(left))
+    scores = scores.masked_fill(scores < scores.topk(left).values[..., -1:], -torch.inf)
+    keys = key(3, SHARED, torch.arange(4)[:, None], torch.arange(3))
+    assert torch.equal(noise.perturbed_argmax(scores, keys), (scores + gumbel(keys, 1000).float()).argmax(-1))
 
 
 # ---- decisions ---------------------------------------------------------------------------------------------------------------------------
