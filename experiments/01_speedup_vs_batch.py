@@ -30,7 +30,7 @@ GUIDANCE, HALF = 2.0, 0.5
 BARE, BARE_TOKENS = 0.1, 48  # prefix ratio of the bare loop and its partner, and how many tokens they generate
 SWEEP = {
     "smoke": dict(batches=[1, 4], ratios=[0.6], ratio_batch=4, dtype_batch=4, often=2, few=1, bare_batches=[4], bare_pairs=3, minutes=0.5),
-    "small": dict(batches=[1, 4, 16, 64], ratios=[0.2, 0.4, 0.6, 0.75], ratio_batch=16, dtype_batch=4, often=9, few=3,
+    "small": dict(batches=[1, 4, 16, 64], ratios=[0.2, 0.4, 0.6, 0.75], ratio_batch=16, dtype_batch=4, often=9, few=2,
                   bare_batches=[16, 64], bare_pairs=21, minutes=11),
 }
 KEYS = ("method", "B", "prefix_ratio", "dtype", "repeat")
@@ -65,7 +65,7 @@ def faster_dtype(models: dict, condition) -> str:
         cache = guided.prefill(condition, given, torch.full((B,), P, device=device), P + 2)
         positions = torch.full((B, 1), P - 1, device=device)
         calls[name] = lambda step=guided.step, cache=cache, positions=positions: step(torch.zeros_like(positions), positions, cache, slice(0, B))
-    seconds = bench.interleaved(calls, repeats=41, device=device, warmup=3)
+    seconds = bench.interleaved(calls, repeats=41, device=device, warmup=3, twice=True)
     return "bfloat16" if median(b / f for b, f in zip(seconds["bfloat16"], seconds["float32"])) < 1 else "float32"
 
 

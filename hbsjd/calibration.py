@@ -37,11 +37,16 @@ def device_name(device) -> str:
     return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else cpu_name()
 
 
-def interleaved(calls: dict[Any, Any], repeats: int, device, warmup: int = 1) -> dict[Any, list[float]]:
-    """Seconds of each call, every repeat running all of them in turn, after warm-up rounds that are not kept."""
+def interleaved(calls: dict[Any, Any], repeats: int, device, warmup: int = 1, twice: bool = False) -> dict[Any, list[float]]:
+    """Seconds of each call, every repeat running all of them in turn, after warm-up rounds that are not kept.
+
+    `twice`: each call is made once more just before, so that it finds the processor's caches as a loop of such calls leaves them.
+    """
     seconds = {name: [] for name in calls}
     for repeat in range(-warmup, repeats):
         for name, call in calls.items():
+            if twice:
+                call()
             start = clock(device)
             call()
             if repeat >= 0:
@@ -51,7 +56,8 @@ def interleaved(calls: dict[Any, Any], repeats: int, device, warmup: int = 1) ->
 
 @torch.no_grad()
 def calibrate(model, rows: list[int], widths: list[int], device, repeats: int = 5, gathered: tuple[int, ...] = ()) -> dict:
-    """Median seconds of a verifier forward three quarters into an image (the middle of what follows a prefix of half), on a grid; data do not matter.
+    """Median seconds of a verifier forward three quarters into an image (the middle of what follows a prefix of half), on a grid, each right after
+    another one like it, as rounds are; data do not matter.
 
     `rows` counts rows of the model given (images, if it is guided). Returns {"costs": {width: {physical rows: seconds}}, "gathered": the same
     for the widths `gathered`, with the rows' cache gathered through an index as Compact does}; a guided image is two physical rows.
@@ -69,7 +75,7 @@ def calibrate(model, rows: list[int], widths: list[int], device, repeats: int = 
         for kind, width, R, index in grid
     }
     found = {"costs": {width: {} for width in widths}, "gathered": {width: {} for width in gathered}}
-    for (kind, width, physical), times in interleaved(calls, repeats, device).items():
+    for (kind, width, physical), times in interleaved(calls, repeats, device, twice=True).items():
         found[kind][width][physical] = median(times)
     return found
 
