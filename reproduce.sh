@@ -6,9 +6,9 @@ cd "$(dirname "$0")"
 # One line per stage: the stem of experiments/STEM.py and notebooks/STEM.ipynb, minutes at smoke, minutes at small.
 stages="
 00_prepare           1  1
-01_speedup_vs_batch  1  12
+01_speedup_vs_batch  1  13
 02_acceptance        1  8
-03_full_vs_compact   1  11
+03_full_vs_compact   1  12
 06_exactness         1  8
 "
 
