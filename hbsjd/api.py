@@ -78,8 +78,8 @@ def resolve(method: str | Method, config) -> Method:
     if isinstance(method, str) and method in METHODS:
         method = METHODS[method]
     if not isinstance(method, Method):
-        near = get_close_matches(str(method), METHODS) or METHODS
-        raise ValueError(f"unknown method {method!r}; did you mean {', '.join(near)}?")
+        near = get_close_matches(str(method), METHODS) or ["ar", "ar_greedy", "hbsjd", "hbsjd_gumbel"]
+        raise ValueError(f"unknown method {method!r}; did you mean {', '.join(near)}? hbsjd.METHODS holds them all")
     for width in method.window.widths:
         if whole("window W", width) < 0:
             raise ValueError(f"window W = {width} is negative; use 0 (autoregressive) or more")

@@ -37,7 +37,7 @@ def refused(call, *phrases: str) -> None:
     with pytest.raises(ValueError) as error:
         call()
     message = str(error.value)
-    assert "\n" not in message and len(message) < 500, message
+    assert "\n" not in message and len(message) < 400, message
     assert all(phrase in message for phrase in phrases), message
 
 

@@ -99,13 +99,16 @@ def test_greedy_decodes_one_image(schedule, W, draft, prefix):
     assert list(law) == list(greedy) and sum(law.values()) == pytest.approx(1, abs=1e-12)
 
 
+AT_LEAST = {"residual_from_p": 0.1, "threshold_reuse": 0.005}  # of total variation; of the others 0.01
+
+
 @pytest.mark.parametrize("bug, rule, model, schedule, prefixes", PLANTED, ids=named)
 def test_planted_bugs_are_noticed(bug, rule, model, schedule, prefixes):
     with planted(bug):
         law = exact_law(model, Method(rule, History(1), schedule, Full(), Fixed(2)), *prefixes)
     distance = total_variation(law, target_law(model, *prefixes))
     print(f"total variation {bug.__name__}, {type(rule).__name__}: {distance:.3f}")
-    assert distance > 0.005
+    assert distance > AT_LEAST.get(bug.__name__, 0.01)
 
 
 def test_old_q_under_probabilistic_alone_is_harmless():

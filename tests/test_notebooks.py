@@ -63,7 +63,7 @@ def test_it_reads_and_writes_through_results_and_report(path):
 
 @EACH
 def test_it_holds_no_measured_number(path):
-    """A number of three significant digits or more that is printed in the paper or measured here comes from a results file."""
+    """A number of three digits or more that is printed in the paper or measured here comes from a results file."""
     files = [file for file in results.RESULTS.glob("*/**/*.csv") if file.stat().st_size]
     known = {number for file in files for number in pd.read_csv(file).select_dtypes("float").to_numpy().flat}
     typed = {node.value for node in nodes(path) if isinstance(node, ast.Constant) and isinstance(node.value, int | float)}
@@ -71,7 +71,7 @@ def test_it_holds_no_measured_number(path):
 
 
 def digits(number):
-    return len(re.sub(r"\D", "", f"{number:g}").strip("0"))
+    return len(re.sub(r"^0+|\D", "", f"{number:g}".replace(".", "")))
 
 
 @EACH
