@@ -100,10 +100,9 @@ def measure(cell: dict, scene: data.Scene, model, seed: int, found: dict, length
     else:
         out, figures = bench.timed_rollout(model, *inputs, method, seed=seed + cell["repeat"], length=length, guidance=GUIDANCE)
         counts = out.counts()
-    axes = {axis: type(getattr(method, axis)).__name__ for axis in ("rule", "schedule", "draft", "execution")}
     return dict(
-        model=scene.name, **cell, **axes, W=method.window.W, H=method.draft.H, gamma=hybrid_above, guidance=GUIDANCE, temperature=1.0, top_k=0, top_p=1.0,
-        T=T, seed=seed + cell["repeat"], compile=False, threads=torch.get_num_threads(), **figures, **counts,
+        model=scene.name, **cell, **bench.axes(method), W=method.window.W, H=method.draft.H, gamma=hybrid_above, guidance=GUIDANCE,
+        temperature=1.0, top_k=0, top_p=1.0, T=T, seed=seed + cell["repeat"], compile=False, threads=torch.get_num_threads(), **figures, **counts,
     )
 
 

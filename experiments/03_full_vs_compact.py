@@ -191,8 +191,8 @@ def main(args) -> None:
     dtype = str(scene.model.output.weight.dtype).removeprefix("torch.")
     for row in tqdm(rows, desc=STEM, total=len(todo), mininterval=1):
         method = resolve(row["method"], scene.model.config)
-        axes = {axis: type(getattr(method, axis)).__name__ for axis in ("rule", "schedule", "draft", "execution")}
-        run.add(dict(scale=args.scale, model=scene.name) | axes | dict(H=method.draft.H, dtype=dtype, seed=args.seed + row["repeat"]) | fixed | row)
+        named = dict(scale=args.scale, model=scene.name) | bench.axes(method) | dict(H=method.draft.H, dtype=dtype, seed=args.seed + row["repeat"])
+        run.add(named | fixed | row)
     run.finish()
 
 

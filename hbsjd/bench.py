@@ -83,6 +83,11 @@ class Timed:
         return sum(after - before for before, after in self.marks[kind])
 
 
+def axes(method: Method) -> dict[str, str]:
+    """The columns that say what a method is on each axis."""
+    return {axis: type(getattr(method, axis)).__name__ for axis in ("rule", "schedule", "draft", "execution")}
+
+
 def timed_rollout(model, condition, prefix, method: str | Method, **kwargs) -> tuple[Rollout, dict]:
     """A rollout with its `seconds`, of them `forward_seconds` in verifier forwards and `prefill_seconds`, and `peak_mb` (on a CPU, of the process so far).
 
