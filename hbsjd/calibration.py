@@ -3,7 +3,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from dataclasses import replace
 from statistics import median
 from typing import Any
@@ -11,6 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from hbsjd.clock import clock
 from hbsjd.decoding import loop
 from hbsjd.decoding.noise import KeyedNoise
 from hbsjd.decoding.rules import Gumbel
@@ -23,13 +23,6 @@ from hbsjd.results import cache_dir, config_hash, cpu_name, write_json
 
 IMAGES, AHEAD = 8, 48  # a short run for each width: how many images, and tokens from their middle on
 known: WeakKeyDictionary = WeakKeyDictionary()  # model -> {setting: (costs, prior)}, of this process
-
-
-def clock(device) -> float:
-    """Seconds now, after all that was asked of the device is done."""
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def device_name(device) -> str:

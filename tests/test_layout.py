@@ -19,20 +19,22 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # What each part of hbsjd may import of the others ("__init__" is hbsjd itself: rollout, load_model, ...).
 ANY = {
-    "__init__", "agreement", "api", "bench", "calibration", "data", "decoding", "distillation", "evaluation", "models", "policy", "report", "results", "sample",
+    "__init__", "agreement", "api", "bench", "calibration", "clock", "data", "decoding", "distillation", "evaluation", "models", "policy", "report", "results",
+    "sample",
 }
 MAY_IMPORT = {
     "__init__": {"api", "decoding", "models"},
     "agreement": {"decoding"},
     "api": {"calibration", "decoding", "models", "results"},
-    "bench": {"__init__", "api", "calibration", "decoding", "device_check", "models", "results"},
-    "calibration": {"decoding", "models", "results"},
+    "bench": {"__init__", "api", "calibration", "clock", "decoding", "device_check", "models", "results"},
+    "calibration": {"clock", "decoding", "models", "results"},
+    "clock": set(),
     "data": {"models", "results"},
     "enumeration": {"decoding", "models"},
     "planted_bugs": {"decoding", "models"},
     "decoding": {"decoding"},
     "device_check": ANY,
-    "distillation": {"distillation", "decoding", "models"},
+    "distillation": {"clock", "distillation", "decoding", "models"},
     "evaluation": ANY,
     "models": {"models", "decoding.types"},
     "policy": {"decoding", "models"},

@@ -13,7 +13,7 @@ import torch
 from hbsjd.decoding.types import Window
 
 GOLDEN = 0x9E3779B97F4A7C15
-COIN, DRAW, SHARED, PICK, LOT = range(1, 6)  # purposes: independent streams
+COIN, DRAW, SHARED, PICK, LOT, STEP = range(1, 7)  # purposes: independent streams
 
 
 @dataclass(frozen=True)

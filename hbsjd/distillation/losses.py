@@ -83,6 +83,24 @@ def group_logp(logp_NV: torch.Tensor, groups_V: torch.Tensor) -> torch.Tensor:
     return (sum_NG.masked_fill(empty_NG, 1.0).log() + top_NG).masked_fill(empty_NG, -torch.inf)
 
 
+@torch.no_grad()
+def codebook_groups(codebook_VD: torch.Tensor, groups: int, rounds: int = 50) -> torch.Tensor:
+    """The group [V] of each code, 0..G - 1, G <= groups: k-means of the codebook (arXiv 2606.06078), started from codes far from each other."""
+    codes_VD = codebook_VD.double()
+    far = [0]
+    distance_V = (codes_VD - codes_VD[0]).square().sum(-1)
+    while len(far) < groups:
+        far.append(int(distance_V.argmax()))
+        distance_V = torch.minimum(distance_V, (codes_VD - codes_VD[far[-1]]).square().sum(-1))
+    centres_GD = codes_VD[far]
+    for _ in range(rounds):
+        groups_V = torch.cdist(codes_VD, centres_GD).argmin(1)
+        count_G1 = torch.bincount(groups_V, minlength=groups)[:, None]
+        means_GD = torch.zeros_like(centres_GD).index_add_(0, groups_V, codes_VD) / count_G1.clamp(min=1)
+        centres_GD = means_GD.where(count_G1 > 0, centres_GD)
+    return groups_V.unique(return_inverse=True)[1]
+
+
 def divergence_sum(
     divergence,
     student_logits_BTV: torch.Tensor,

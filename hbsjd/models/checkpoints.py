@@ -50,18 +50,24 @@ def default_device() -> str:
 
 
 def read_weights(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
-    """State dict and provenance of `NAME.safetensors`, whose sha256 must be the one its `NAME.json` records."""
-    for file in (path, path.with_suffix(".json")):
+    """State dict and provenance of `NAME.safetensors`, whose sha256 must be the one its JSON records."""
+    facts, remedy = facts_path(path), "take it from git again" if path.parent == WEIGHTS else "make it again"
+    for file in (path, facts):
         if not file.exists():
-            raise ValueError(f"{file.name} is missing from {file.parent.name}/; take it from git again")
+            raise ValueError(f"{file.name} is missing from {file.parent.name}/; {remedy}")
     try:
-        provenance = json.loads(path.with_suffix(".json").read_text())
+        provenance = json.loads(facts.read_text())
         recorded = provenance["sha256"]
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path.stem}.json is damaged; take it from git again") from None
+        raise ValueError(f"{facts.name} is damaged; {remedy}") from None
     if sha256(path) != recorded:
-        raise ValueError(f"{path.name} does not match its checksum, so it is truncated or altered; take it from git again")
+        raise ValueError(f"{path.name} does not match its checksum, so it is truncated or altered; {remedy}")
     return load_file(path), provenance
+
+
+def facts_path(path: Path) -> Path:
+    """The JSON beside weights: `NAME.json`, and `state.json` beside a training run's `model.safetensors`."""
+    return path.with_name("state.json") if path.name == "model.safetensors" else path.with_suffix(".json")
 
 
 def write_weights(path: Path, state: dict[str, torch.Tensor], provenance: dict) -> None:
@@ -73,7 +79,7 @@ def write_weights(path: Path, state: dict[str, torch.Tensor], provenance: dict) 
     partial_json = path.with_suffix(".json.partial")
     partial_json.write_text(json.dumps(provenance, indent=1) + "\n")
     os.replace(partial, path)
-    os.replace(partial_json, path.with_suffix(".json"))
+    os.replace(partial_json, facts_path(path))
 
 
 def fingerprint(model: torch.nn.Module) -> str:
