@@ -1,23 +1,29 @@
-"""Timing: a stopwatch around a model's forwards, a timed rollout, and a bare autoregressive loop to compare with."""
+"""Timing: a stopwatch around a model's forwards, a timed rollout, a bare autoregressive loop to compare with, and what is calibrated for a batch size."""
 from __future__ import annotations
 
 import argparse
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from statistics import median
 from typing import Any
 
 import torch
 
-from hbsjd.api import rollout
+from hbsjd.api import resolve, rollout
+from hbsjd.calibration import IMAGES, clock, committed_means, whole_keys
 from hbsjd.calibration import calibrate as calibrate
-from hbsjd.calibration import clock
 from hbsjd.calibration import device_name as device_name
 from hbsjd.calibration import gamma as gamma
 from hbsjd.calibration import interleaved as interleaved
+from hbsjd.decoding.execution import Hybrid
 from hbsjd.decoding.noise import SHARED, perturbed_argmax, row_keys
-from hbsjd.decoding.types import Method, Rollout, wide
+from hbsjd.decoding.types import Method, Policy, Rollout, wide
+from hbsjd.decoding.windows import Adaptive
 from hbsjd.models.guidance import Guided
+from hbsjd.results import Run
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def experiment(description: str) -> argparse.ArgumentParser:
@@ -93,17 +99,20 @@ def timed_rollout(model, condition, prefix, method: str | Method, **kwargs) -> t
 
     `model` is the bare one: guidance is an argument, as it is of `rollout`.
     """
-    timed, cuda = Timed(model, condition.device), condition.device.type == "cuda"
-    if cuda:
+    timed = Timed(model, condition.device)
+    if condition.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(condition.device)
     start = clock(condition.device)
     out = rollout(timed, condition, prefix, method, **kwargs)
     seconds = clock(condition.device) - start
-    peak = torch.cuda.max_memory_allocated(condition.device) // 2**20 if cuda else process_peak_mb()
-    return out, dict(seconds=seconds, forward_seconds=timed.seconds("step"), prefill_seconds=timed.seconds("prefill"), peak_mb=peak)
+    forwards = dict(forward_seconds=timed.seconds("step"), prefill_seconds=timed.seconds("prefill"))
+    return out, dict(seconds=seconds) | forwards | dict(peak_mb=peak_mb(condition.device))
 
 
-def process_peak_mb() -> int | None:
+def peak_mb(device) -> int | None:
+    """Peak memory: of the GPU since its statistics were last reset, on a CPU of the process so far."""
+    if torch.device(device).type == "cuda":
+        return torch.cuda.max_memory_allocated(device) // 2**20
     try:
         import resource
     except ImportError:  # Windows
@@ -138,6 +147,52 @@ def timed_bare_ar(model, condition, prefix_BP, seed: int, length: int | None = N
     committed, rows_per_image = len(tokens) * suffix, 2 if isinstance(model, Guided) else 1
     counts = dict(nfe=suffix, prefills=1, rounds=suffix, physical_rows=rows_per_image * committed, row_rounds=committed)
     return counts | dict(committed=committed, accepted=0, proposed=0), dict(seconds=seconds, forward_seconds=None, prefill_seconds=None, peak_mb=None)
+
+
+def faster_dtype(models: dict, condition, guidance: float) -> str:
+    """The dtype of `models` in which one guided autoregressive step is faster, three quarters into an image."""
+    device, B, calls = condition.device, len(condition), {}
+    for name, model in models.items():
+        guided, P = Guided(model, guidance), 3 * model.config.block_size // 4
+        given = torch.zeros(B, P, dtype=torch.long, device=device)
+        cache = guided.prefill(condition, given, torch.full((B,), P, device=device), P + 2)
+        positions = torch.full((B, 1), P - 1, device=device)
+        calls[name] = lambda step=guided.step, cache=cache, positions=positions: step(torch.zeros_like(positions), positions, cache, slice(0, B))
+    seconds = interleaved(calls, repeats=41, device=device, warmup=3, twice=True)
+    return "bfloat16" if median(b / f for b, f in zip(seconds["bfloat16"], seconds["float32"])) < 1 else "float32"
+
+
+def calibrated(model: Guided, B: int, condition, prefix_BP) -> dict:
+    """Costs of a round at B images and fewer, gamma, and what a round commits at each width, greedily and sampled, after the last of the prefixes."""
+    widths, eighths, prior = Adaptive().widths, sorted({max(1, B * eighth // 8) for eighth in range(1, 9)}), {}
+    found = calibrate(model, eighths, [16], condition.device, gathered=(16,))
+    costs = calibrate(model, sorted({1, max(1, B // 4), B}), list(widths), condition.device)["costs"]
+    for name in "hbsjd_greedy_adaptive", "hbsjd_adaptive":
+        method = resolve(name, model.config)
+        policy = Policy(method.rule.mode, model.scale)
+        prior[policy.mode] = committed_means(model, method, policy, widths, condition[-IMAGES:], prefix_BP[-IMAGES:])
+    return dict(found, gamma=gamma(found, 2 * B, 16), costs=costs, prior=prior)
+
+
+def calibrations(run: Run, models: dict, batches: list[int], condition, prefix_BP, guidance: float) -> tuple[dict[int, str], dict[int, dict]]:
+    """By batch size, the dtype of `models` in which AR is faster, and what is `calibrated` in it: measured once and kept in the provenance of `run`."""
+    fastest, found = dict(run.facts.get("fastest_dtype", {})), dict(run.facts.get("calibrations", {}))
+    for B in batches:
+        if str(B) not in found:
+            fastest[str(B)] = faster_dtype(models, condition[:1].expand(B), guidance)
+            found[str(B)] = calibrated(Guided(models[fastest[str(B)]], guidance), B, condition, prefix_BP)
+            run.note(fastest_dtype=fastest, calibrations=found)
+    return whole_keys(fastest), whole_keys(found)
+
+
+def fitted(method: str | Method, found: dict, config) -> Method:
+    """The method with what was `calibrated` for its batch size: gamma, and the costs and the prior of an adaptive window."""
+    method = resolve(method, config)
+    if isinstance(method.execution, Hybrid):
+        method = replace(method, execution=Hybrid(found["gamma"]))
+    if isinstance(method.window, Adaptive):
+        method = replace(method, window=replace(method.window, costs=found["costs"], prior=found["prior"][method.rule.mode]))
+    return method
 
 
 def main() -> None:

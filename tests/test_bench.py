@@ -6,6 +6,7 @@ import hbsjd
 from hbsjd import bench, calibration
 from hbsjd.models.guidance import Guided
 from hbsjd.models.llamagen import random_model
+from hbsjd.results import Run
 
 
 @pytest.fixture(scope="module")
@@ -43,6 +44,19 @@ def test_calibration_counts_physical_rows(model):
     found = bench.calibrate(Guided(model, 2.0), [1, 4, 8], [0, 4], "cpu", repeats=2, gathered=(4,))
     assert all(set(found["costs"][width]) == set(found["gathered"][4]) == {2, 8, 16} for width in (0, 4))
     assert min(found["costs"][0].values()) > 0 and 0 <= bench.gamma(found, 16, 4) < 1
+
+
+def test_a_resumed_run_finds_its_calibrations(model, tmp_path, monkeypatch):
+    inputs = dict.fromkeys(bench.DTYPES, model), [1, 4], torch.arange(8) % 4, torch.arange(80).view(8, 10) % 16, 2.0
+    found = [bench.calibrations(Run("stem", "smoke", {}, "device", ("B",), root=tmp_path), *inputs)]
+    monkeypatch.setattr(bench, "calibrated", None)
+    found.append(bench.calibrations(Run("stem", "smoke", {}, "device", ("B",), root=tmp_path), *inputs))
+    assert found[0] == found[1] and all(set(part) == {1, 4} for part in found[0])
+    four = found[0][1][4]
+    assert set(four["costs"][32]) == {2, 8} and bench.fitted("hbsjd", four, model.config).execution.gamma == four["gamma"]
+    for name, mode in ("hbsjd_adaptive", "sample"), ("hbsjd_greedy_adaptive", "greedy"):
+        window = bench.fitted(name, four, model.config).window
+        assert (window.costs, window.prior) == (four["costs"], four["prior"][mode])
 
 
 def test_interleaved_runs_everything_in_turn():
