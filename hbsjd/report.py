@@ -30,6 +30,17 @@ COLORS = {
     "tokenizer": "#009E73",
     "student": "#0072B2",
     "teacher": "#D55E00",
+    "kd": "#CC79A7",  # arms of a distillation: those on GKD have the colour of their backend
+    "seqkd": "#E69F00",
+    "gkd-ar": "#7f7f7f",
+    "gkd-hbsjd": "#0072B2",
+    "gkd-hbsjd_probabilistic": "#D55E00",
+    "gkd-ar-horizon": "#882255",
+    "varkd-ar": "#56B4E9",
+    "varkd-hbsjd": "#009E73",
+    "rollout": "#56B4E9",  # parts of a training step, beside "teacher" and "student"
+    "optimizer": "#009E73",
+    "data": "#bbbbbb",
 }
 LABELS = {
     "ar_greedy": "AR, greedy",
@@ -49,6 +60,15 @@ LABELS = {
     "ar, B = 1": "AR, each image alone (control)",
     "ar, 17 tokens a forward": "AR, forwards of 17 tokens (control)",
     "biased control": "biased control",
+    "student": "student, undistilled",
+    "kd": "KD",
+    "seqkd": "SeqKD",
+    "gkd-ar": "GKD, AR",
+    "gkd-hbsjd": "GKD, HB-SJD",
+    "gkd-hbsjd_probabilistic": "GKD, HB-SJD probabilistic",
+    "gkd-ar-horizon": "GKD, AR, horizon 1/4",
+    "varkd-ar": "VarKD, AR",
+    "varkd-hbsjd": "VarKD, HB-SJD",
 }
 GREEDY = ["sjd_lockstep", "sjd_synchronous", "hbsjd_full", "hbsjd_compact", "hbsjd", "hbsjd_packed", "hbsjd_greedy_adaptive"]
 SAMPLED = ["hbsjd_probabilistic", "hbsjd_gumbel", "hbsjd_adaptive"]
@@ -132,6 +152,11 @@ def label(method: str) -> str:
     return LABELS.get(method, LABELS.get(name, name) + comma + rest)
 
 
+def color(name: str) -> str:
+    """A method's or an arm's colour; dark grey for one that was added since."""
+    return COLORS.get(name, "#444444")
+
+
 def companion(facts: dict, ending: str) -> pd.DataFrame:
     """The table beside a results file: `facts` is its provenance, `ending` what the experiment gave to `Run.file`."""
     return pd.read_csv(facts["csv"].with_name(f"{facts['csv'].stem}-{ending}"))
@@ -158,6 +183,28 @@ def pooled_ratio(rows: pd.DataFrame, over: str, under: str, by: list[str]) -> pd
 def mean_and_range(table: pd.DataFrame) -> list[str]:
     """The values of a `pooled_ratio` table, written out."""
     return [f"{mean:.2f} ({low:.2f} to {high:.2f})" for mean, low, high in zip(table["mean"], table.low, table.high)]
+
+
+def over_seeds(values, form: str = "{:.3f}") -> str:
+    """Mean of the values and, where there are several, their range, written out; empty ones are left out."""
+    values = pd.Series(values).dropna()
+    ends = f" ({form} to {form})".format(values.min(), values.max()) if len(values) > 1 else ""
+    return form.format(values.mean()) + ends if len(values) else NOT_MEASURED
+
+
+def training_clock(train: pd.DataFrame, faster: pd.DataFrame) -> pd.DataFrame:
+    """The rows of training runs with `clock`, the seconds of their steps so far; one run per backend and seed.
+
+    The methods of `faster`, a `paired_speedup` of rollouts, have no run of their own: they are exact to a backend that has one, so that each would
+    have trained on the same tokens. Each gets that run's rows, with rollouts that many times faster.
+    """
+    runs = [train]
+    for method, rate in faster.groupby("method"):
+        run = train[train.backend == BASELINE[method]].merge(rate[[*SETTING, "speedup"]], on=SETTING)
+        saved = run["timing/rollout_s"] * (1 - 1 / run.speedup)
+        runs.append(run.assign(backend=method, **{"timing/step_s": run["timing/step_s"] - saved}))
+    rows = pd.concat(runs).sort_values([*SETTING, "backend", "seed", "step"], ignore_index=True)
+    return rows.assign(clock=rows.groupby([*SETTING, "backend", "seed"])["timing/step_s"].cumsum())
 
 
 def settings(rows: pd.DataFrame) -> list[tuple[str, pd.DataFrame]]:
@@ -197,6 +244,13 @@ def rule_line(ax: plt.Axes, x, table: pd.DataFrame, rule: str, line: str = "o-")
     """One rule of a `pooled_ratio` table at places `x`, each with its range."""
     ax.plot(x, table["mean"], line, color=COLORS[RULES[rule]], label=rule)
     ax.vlines(x, table.low, table.high, color=COLORS[RULES[rule]], alpha=0.5)
+
+
+def seed_line(ax: plt.Axes, rows: pd.DataFrame, x: str, y: str, name: str, line: str = "o-") -> None:
+    """Column `y` at each step against column `x`, both as means over the seeds; the bars are the range of `y` over the seeds."""
+    groups = rows.groupby("step")
+    ax.plot(groups[x].mean(), groups[y].mean(), line, color=color(name), label=label(name))
+    ax.vlines(groups[x].mean(), groups[y].min(), groups[y].max(), color=color(name), alpha=0.5)
 
 
 def speedup_axes(axes: np.ndarray, xlabel: str) -> None:

@@ -215,6 +215,69 @@ def executions(root, scale="small", device="Test CPU", batches=(16, 64)):
     run.finish()
 
 
+def adaptive(root, scale="small", device="Test CPU", repeats=5):
+    """Made-up results of 09_adaptive_window: alone W = 8 is the fastest fixed window, in a batch W = 0; the adaptive one is as fast, within noise."""
+    rng = np.random.default_rng(9)
+    run = results.Run("09_adaptive_window", scale, {"scale": scale, "seed": 0}, device, ("method", "B", "W", "repeat"), root=root)
+    costs = {W: {"2": 1 + W / 16, "32": 1 + W} for W in (0, 2, 4, 8, 16, 32)}
+    alone = {W: {"2": row["2"]} for W, row in costs.items()}
+    prior = dict.fromkeys(("greedy", "sample"), {0: 1, 2: 1.5, 4: 1.9, 8: 2.4, 16: 2.8, 32: 3})
+    run.note(calibrations={1: dict(costs=alone, prior=prior), 16: dict(costs=costs, prior=prior)})
+    gains = {1: {0: 1, 2: 1.2, 4: 1.4, 8: 1.6, 16: 1.3}, 16: {0: 1, 2: 0.9, 4: 0.8, 8: 0.7, 16: 0.5}}
+    rules = ("Gumbel", "ar", "hbsjd_gumbel", "hbsjd_adaptive"), ("Greedy", "ar_greedy", "hbsjd_packed", "hbsjd_greedy_adaptive")
+    for (B, gain), repeat in product(gains.items(), range(repeats)):
+        timed = [("Probabilistic", "hbsjd_probabilistic", 16, gain[16] / 1.1)]
+        for rule, ar, fixed, method in rules:
+            timed += [(rule, fixed if W else ar, W, gain[W]) for W in gain] + [(rule, method, 32, max(gain.values()))]
+        for rule, method, W, faster in timed:
+            seconds = B * (1 + 0.2 * repeat) / faster * rng.lognormal(0, 0.01)
+            run.add(dict(scale=scale, model=f"{scale}-student", method=method, rule=rule, B=B, W=W, repeat=repeat, prefix_ratio=0.5, dtype="float32",
+                         compile=False, seconds=seconds, widths="0:64" if B > 1 else "3:1 8:30 32:2"))
+    run.finish()
+
+
+def distilled(root, scale="small", device="Test CPU", steps=16, repeats=3):
+    """Made-up results of 04_distill: a step on AR is 1 s of rollout and 1 s of the rest. In float32 one exact run meets a near-tie at its step 7."""
+    rng = np.random.default_rng(4)
+    config = dict(scale=scale, steps=steps, common=dict(batch=8, rollout_guidance=2.0, loss_guidance=1.0))
+    run = results.Run("04_distill", scale, config, device, ("part", "arm", "backend", "dtype", "seed", "step", "repeat"), root=root)
+    faster = dict(ar_greedy=1, hbsjd=1.6, hbsjd_greedy_adaptive=2, ar=1, hbsjd_probabilistic=0.8, hbsjd_gumbel=1.25, hbsjd_adaptive=2)
+    rest = {"timing/teacher_s": 0.25, "timing/student_s": 0.5, "timing/optimizer_s": 0.2, "timing/data_s": 0.05}
+    columns = [*rest, "timing/rollout_s", "timing/step_s", "train/loss", "rollout/nfe", "rollout/committed", "rollout/row_rounds", "score/forward_kl",
+               "score/reverse_kl", "score/data_forward_kl", "score/data_reverse_kl", "weights", "tokens", "differs_at", "tie_gap"]
+
+    def add(part, arm, backend, seed, step, repeat=0, dtype="float32", **values):
+        run.add(dict.fromkeys(columns) | dict(part=part, arm=arm, backend=backend, dtype=dtype, seed=seed, step=step, repeat=repeat) | values)
+
+    def took(backend):
+        seconds = rng.uniform(0.9, 1.1) / faster[backend]
+        return rest | {"timing/rollout_s": seconds, "timing/step_s": seconds + sum(rest.values())}
+
+    def scored(kl):
+        return {"score/forward_kl": kl, "score/reverse_kl": 0.8 * kl, "score/data_forward_kl": 1.1 * kl, "score/data_reverse_kl": 0.9 * kl}
+
+    add("score", "student", None, 0, 0, **scored(0.5))
+    arms = dict(kd=0.42, seqkd=0.41) | {"gkd-ar": 0.35, "gkd-hbsjd": 0.36, "gkd-hbsjd_probabilistic": 0.35, "varkd-ar": 0.45, "varkd-hbsjd": 0.46}
+    for (arm, reached), seed in product((arms | {"gkd-ar-horizon": 0.4, "gkd-mine": 0.39}).items(), range(3)):  # gkd-mine: added since, without a label
+        backend = arm.split("-")[1] if arm.split("-")[-1] in faster else "ar"
+        spread, per_round = rng.normal(0, 0.004), 1 if backend == "ar" else 2.5
+        for step in range(1, steps + 1) if seed == 0 or arm in ("gkd-ar", "gkd-hbsjd") else ():
+            kl = reached + (0.5 - reached) * np.exp(-4 * step / steps) + spread
+            counts = {} if arm == "kd" else {"rollout/nfe": 128 / per_round, "rollout/committed": 1024, "rollout/row_rounds": 1024 / per_round}
+            add("train", arm, backend, seed, step, **took(backend), **counts, **{"train/loss": kl * rng.lognormal(0, 0.1)})
+            if step in (steps // 2, steps):
+                add("score", arm, backend, seed, step, **scored(kl))
+    for step, repeat in product((0, steps // 2, steps), range(repeats)):
+        for backend, seconds in ((backend, took(backend)) for backend in faster):
+            add("timed", "gkd-ar", backend, 0, step, repeat, **seconds)
+    for dtype, backend, step in product(("float64", "float32"), ("ar", "hbsjd_gumbel", "hbsjd_adaptive"), range(1, 11)):
+        tie = (dtype, backend, step) == ("float32", "hbsjd_adaptive", 7)
+        apart = (dtype, backend) == ("float32", "hbsjd_adaptive") and step >= 7
+        same = dict(tokens=f"t{step}{apart}", weights=f"w{step}{apart}", differs_at=100 if tie else 0 if apart else None, tie_gap=2e-7 if tie else None)
+        add("dropin", "gkd", backend, 0, step, dtype=dtype, **same, **{"train/loss": 0.5 - step / 100 + apart / 1000, "rollout/nfe": 128})
+    run.finish()
+
+
 def exactness(root, scale="small", device="Test CPU"):
     """Made-up results of 06_exactness: exact laws, a control that is biased, one float32 difference in 8 images and many in bfloat16."""
     rng = np.random.default_rng(6)
@@ -236,7 +299,8 @@ def exactness(root, scale="small", device="Test CPU"):
     run.finish()
 
 
-MADE_UP = {"00_prepare": prepared, "01_speedup_vs_batch": timed, "02_acceptance": accepted, "03_full_vs_compact": executions, "06_exactness": exactness}
+MADE_UP = {"00_prepare": prepared, "01_speedup_vs_batch": timed, "02_acceptance": accepted, "03_full_vs_compact": executions, "04_distill": distilled,
+           "06_exactness": exactness, "09_adaptive_window": adaptive}
 
 EXECUTE = """
 import json, os, sys
@@ -336,6 +400,43 @@ def test_executions_are_compared_with_full_and_beside_the_paper(drawn):
     assert len(windows[(windows.B == 64) & (windows.method == "HB-SJD (hybrid), W = 8")]) == 1
 
 
+def test_training_steps_are_compared_with_ar_and_beside_the_paper(drawn):
+    table = pd.read_csv(drawn / "04_end_to_end.csv").set_index("backend")
+    assert table["compared with"].tolist() == ["AR, greedy"] * 2 + ["AR, sampled"] * 3 and set(table.pairs) == {9}
+    for column, gain in (("ours, rollout speedup", lambda rate: rate), ("ours, speedup", lambda rate: 2 / (1 + 1 / rate))):
+        ratios = table[column].str.split(" ").str[0].astype(float).tolist()
+        assert ratios == pytest.approx([gain(rate) for rate in (1.6, 2, 0.8, 1.25, 2)], rel=0.08)
+    ours = table.loc["HB-SJD (hybrid)"]
+    assert ours["paper, rollout's share on AR (implied)"] == "47%" and ours["paper, training time"] == "5:17:21 to 4:28:49"
+    assert (ours["paper, rollout speedup"], ours["paper, speedup"], table["paper, speedup"]["HB-SJD, Gumbel"]) == ("1.48", "1.18", "not measured")
+    points = pd.read_csv(drawn / "04_checkpoints.csv")
+    assert points["ours, step"].tolist() == [0, 8, 16] * 5 and set(points.pairs) == {3}
+    assert points["paper, step"][:3].tolist() == ["2000", "12000", "22000"] and points["paper, speedup"][:3].tolist() == ["1.530", "1.500", "1.483"]
+    assert set(points["paper, speedup"][3:]) == {"not measured"}
+
+
+def test_arms_and_the_drop_in_proof_are_told_as_they_are(drawn):
+    arms = pd.read_csv(drawn / "04_arms.csv").set_index("arm")
+    assert arms.index[0] == "student, undistilled" and arms.index[-1] == "gkd-mine" and len(arms) == 10
+    assert arms.seeds.tolist() == ["none", *"113311111"] and arms["forward KL, own completions"].str.contains(" to ").sum() == 2
+    assert arms["tokens per round"].tolist() == ["none", "no rollouts", "1.00", "1.00", "2.50", "2.50", "1.00", "1.00", "2.50", "1.00"]
+    assert arms["training (s)"]["student, undistilled"] == "none" and 31 < float(arms["training (s)"]["KD"]) < 33
+    proof = pd.read_csv(drawn / "04_dropin.csv").set_index(["dtype", "backend"])
+    assert set(proof.loc[[(dtype, "AR, sampled") for dtype in ("float64", "float32")], "all the same"]) == {"the reference"}
+    assert proof.loc[("float64", "HB-SJD, adaptive, Gumbel"), ["all the same", "first step that differs"]].tolist() == ["10", "none"]
+    columns = ["same tokens", "same loss", "same weights", "first step that differs", "at position", "near-tie gap there"]
+    assert proof.loc[("float32", "HB-SJD, adaptive, Gumbel"), columns].tolist() == ["6", "6", "6", "7", "100", "2.0e-07"]
+
+
+def test_the_adaptive_window_is_compared_with_the_best_fixed_one(drawn):
+    table = pd.read_csv(drawn / "09_adaptive_window.csv")
+    assert table.B.tolist() == [1, 16] * 2 and table["best fixed W"].tolist() == table["its width"].tolist() == [8, 0] * 2
+    assert table["calibrated ceiling"].tolist() == [1.6, 1] * 2 and table["best fixed W over AR"][1] == "1.00 (1.00 to 1.00)"
+    ratios = {"over AR": [1.6, 1], "best fixed W over AR": [1.6, 1], "over best fixed W": [1, 1], "over HB-SJD, probabilistic, W = 16": [1.6 / 1.3 * 1.1, 2.2]}
+    for column, values in ratios.items():
+        assert table[column].str.split(" ").str[0].astype(float).tolist() == pytest.approx(values * 2, rel=0.05)
+
+
 def test_only_the_biased_control_is_detected_and_only_mistakes_are_noticed(drawn):
     tests = pd.read_csv(drawn / "06_sampling_tests.csv").set_index("method")
     assert (tests["difference detected"] == tests["has to be detected"]).all()
@@ -389,6 +490,23 @@ def test_speedups_are_paired_by_repeat():
     one = report.paired_speedup(rows, {"hbsjd": "ar"}, cell=["B"]).iloc[0]
     assert (one.speedup, one.low, one.high, one.pairs) == (2, 2, 3, 3)
     assert len(report.paired_speedup(rows.assign(repeat=range(6)), {"hbsjd": "ar"}, cell=["B"])) == 0
+
+
+def test_an_exact_backend_has_the_training_of_ar_with_faster_rollouts():
+    from hbsjd import report
+
+    train = pd.DataFrame({"backend": "ar", "seed": 0, "step": [2, 1], "timing/rollout_s": [4.0, 2.0], "timing/step_s": [5.0, 3.0]})
+    faster = pd.DataFrame(dict(method=["hbsjd_gumbel"], speedup=[2.0])).assign(device="a", config_hash="b")
+    rows = report.training_clock(train.assign(device="a", config_hash="b"), faster)
+    assert rows.groupby("backend").clock.agg(list).to_dict() == {"ar": [3.0, 8.0], "hbsjd_gumbel": [2.0, 5.0]}
+    assert len(report.training_clock(train.assign(device="a", config_hash="c"), faster)) == 2
+
+
+def test_several_seeds_are_a_mean_and_a_range():
+    from hbsjd import report
+
+    assert report.over_seeds([1, 2, 6, None], "{:.1f}") == "3.0 (1.0 to 6.0)" and report.over_seeds([1]) == "1.000"
+    assert report.over_seeds([None]) == "not measured"
 
 
 def test_the_interval_is_the_same_every_time_and_holds_the_median():
