@@ -9,7 +9,9 @@ stages="
 01_speedup_vs_batch  1  13
 02_acceptance        1  8
 03_full_vs_compact   1  12
+04_distill           1  30
 06_exactness         1  8
+09_adaptive_window   1  12
 "
 
 usage() {
@@ -142,10 +144,38 @@ while read -r stem minutes; do
   say "$(commands "$stem" | sed 's/^/    python /')"
 done <<< "$plan"
 
+# Everything that a notebook reads and draws, as one checksum. The results and the figures are those whose names it says.
+state_of() {
+  local stem=$1 results=${HBSJD_RESULTS:-results} figures=${HBSJD_FIGURES:-figures} name
+  [ "$mode" != smoke ] || figures=$figures/smoke
+  set -- "notebooks/$stem.ipynb" hbsjd/report.py hbsjd/results.py results/paper "$venv/hbsjd-state"
+  for name in "$stem" $(grep -oE '[0-9][0-9]_[a-z0-9_]+' "notebooks/$stem.ipynb" | sort -u); do
+    set -- "$@" "$results/$name/$mode" "$figures/$name".*
+  done
+  { find "$@" -type f -exec cksum {} + 2>/dev/null || true; } | sort | cksum
+}
+
+# A notebook is executed where something of that has changed since it was, with --fresh, and always for `figures`.
+notebook() {
+  local stem=$1 state=logs/notebooks/$1-$mode.state
+  shift
+  if [ "$mode" != figures ] && [ -z "$fresh" ] && [ "$(cat "$state" 2>/dev/null)" = "$(state_of "$stem")" ]; then
+    say "notebooks/$stem.ipynb is up to date"
+  else
+    run "$py" "$@" && state_of "$stem" > "$state"
+  fi
+}
+
 trap '[ $? = 0 ] || echo "reproduce.sh: stopped in stage $stem; the same command${fresh:+ without --fresh} resumes (log: $log)" >&2' EXIT
+mkdir -p logs/notebooks
 while read -r stem minutes; do
   say "== $stem"
   # shellcheck disable=SC2086 # one word per argument
-  commands "$stem" | while read -r arguments; do run "$py" $arguments || exit $?; done || exit $? # bash 3.2 needs both said
+  commands "$stem" | while read -r arguments; do
+    case $arguments in
+      *nbconvert*) notebook "$stem" $arguments ;;
+      *) run "$py" $arguments ;;
+    esac || exit $?
+  done || exit $? # bash 3.2 needs both said
 done <<< "$plan"
 say "done in $((SECONDS / 60)) min: results/ and figures/ (executed notebooks: logs/notebooks/)"

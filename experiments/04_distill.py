@@ -42,6 +42,7 @@ TIMED = ["ar_greedy", "hbsjd", "hbsjd_greedy_adaptive", "ar", "hbsjd_probabilist
 TIMED_ARM = "gkd-ar"                                                                                                   # this arm, seed 0 (Table 9)
 EXACT = ["ar", "hbsjd_gumbel", "hbsjd_adaptive"]  # one training run: equal token for token, which part `dropin` proves
 DROPIN = dict(batch=2, micro_batch=2, steps=10)
+BUNDLED = ["kd", "gkd-ar", "gkd-hbsjd", "varkd-hbsjd"]  # --bundle: for whoever wants these without training them
 CODES_PER_GROUP = 4  # VarKD's codebook relaxation
 COMMON = dict(learning_rate=2e-4, warmup_steps=10, rollout_guidance=2.0, teacher_guidance=1.0, loss_guidance=1.0, batch=8, micro_batch=8)
 SCALES = {
@@ -254,6 +255,14 @@ def digest(tensors) -> str:
     return hashed.hexdigest()[:16]
 
 
+def bundle(folder: Path, seed: int) -> None:
+    """The results of some arms become part of the package: `hbsjd.load_model("small-gkd-hbsjd")` and so on."""
+    for arm in BUNDLED:
+        weights, facts = checkpoints.read_weights(folder / f"{arm}-seed{seed}" / "model.safetensors")
+        facts |= dict(name=f"small-{arm}", command=f"python -m experiments.{STEM} --scale small --seed {seed} --bundle", torch=torch.__version__)
+        checkpoints.write_weights(checkpoints.WEIGHTS / f"small-{arm}.safetensors", weights, facts)
+
+
 def main(args) -> None:
     if "RANK" in os.environ:  # torchrun
         dist.init_process_group("nccl" if args.device.startswith("cuda") else "gloo")
@@ -290,6 +299,8 @@ def main(args) -> None:
             train(sheet, arm, seed, models, found, folder, weights, scale["steps"], scale["held_out"])
     if run:
         run.finish()
+        if args.bundle:
+            bundle(CHECKPOINTS / STEM / "small", args.seed)
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -297,4 +308,5 @@ def main(args) -> None:
 if __name__ == "__main__":
     parser = bench.experiment(__doc__)
     parser.add_argument("--shard-teacher", action="store_true", help="under torchrun: spread a teacher that does not fit over the ranks (FSDP)")
+    parser.add_argument("--bundle", action="store_true", help="copy the results of some arms of `small` into hbsjd/weights")
     bench.run_experiment(main, parser)

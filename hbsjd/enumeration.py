@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections import defaultdict
 from copy import copy
 from dataclasses import dataclass, replace
-from functools import cache
 from itertools import count, product
-from math import exp, inf, prod
+from math import prod
 from types import SimpleNamespace
 from typing import Any
 
@@ -93,34 +92,19 @@ def wins(drawn_RL, scores_RLV):
 def region(bounds):
     """The probability [...] that V = 2 or 3 exponentials satisfy log E_a - log E_v <= bounds[..., a, v] for all a, v.
 
-    E / sum(E) is uniform on the triangle of three numbers that sum to 1, so this is the share of its area that the bounds leave.
+    E / sum(E) is uniform on the triangle of three numbers that sum to 1, so this is the share of its area that the bounds leave. In the
+    plane of the logarithms they leave a hexagon: once no bound is looser than two others together, its corners can be written down.
     """
     V = bounds.shape[-1]
-    distinct, inverse = torch.unique(F.pad(bounds, (0, 3 - V, 0, 3 - V), value=torch.inf).flatten(0, -3).flatten(1), dim=0, return_inverse=True)
-    areas = torch.tensor([area(tuple(row)) for row in distinct.tolist()], dtype=torch.float64)
-    return areas[inverse].view(bounds.shape[:-2])
-
-
-@cache
-def area(bounds: tuple[float, ...]) -> float:
-    polygon = [(1.0, 0.0, 0.0), (0.0, 1.0, 0.0), (0.0, 0.0, 1.0)]
-    for place, bound in enumerate(bounds):
-        if bound < inf:
-            polygon = clipped(polygon, place // 3, place % 3, exp(bound)) if place // 3 != place % 3 or bound < 0 else polygon
-    double = sum(x[0] * y[1] - x[1] * y[0] for x, y in zip(polygon, polygon[1:] + polygon[:1]))
-    return double if double > 1e-15 else 0.0
-
-
-def clipped(polygon, a: int, v: int, ratio: float):
-    """The part of a convex polygon where x[a] <= ratio x[v]."""
-    inside = [ratio * x[v] - x[a] for x in polygon]
-    corners = []
-    for x, y, here, there in zip(polygon, polygon[1:] + polygon[:1], inside, inside[1:] + inside[:1]):
-        if here >= 0:
-            corners.append(x)
-        if here * there < 0:
-            corners.append(tuple(p + here / (here - there) * (q - p) for p, q in zip(x, y)))
-    return corners
+    d = F.pad(bounds, (0, 3 - V, 0, 3 - V), value=torch.inf).clamp(-60, 60)  # e^-60 of the triangle is nothing
+    for k in range(3):
+        d = torch.minimum(d, d[..., :, k, None] + d[..., None, k, :])
+    (_, d01, d02), (d10, _, d12), (d20, d21, _) = (row.unbind(-1) for row in d.unbind(-2))
+    corners = [(d02, d12), (d12 - d10, d12), (-d20, d10 - d20), (-d20, -d21), (d01 - d21, -d21), (d02, d02 - d01)]  # log E_0/E_2, log E_1/E_2; counterclockwise
+    E_0, E_1 = (torch.stack(logs).exp_() for logs in zip(*corners))
+    E_0, E_1 = E_0 / (E_0 + E_1 + 1), E_1 / (E_0 + E_1 + 1)
+    share = (E_0 * E_1.roll(-1, 0) - E_1 * E_0.roll(-1, 0)).sum(0)
+    return share.where((share > 1e-15) & (d.diagonal(dim1=-2, dim2=-1) >= 0).all(-1), 0)
 
 
 def seen(window):
@@ -157,17 +141,17 @@ def exact_law(model, method, *prefixes: tuple[int, ...], policy=None, finished=l
     scripts = joint_scripts(method, V, W, prefixes)
     state = start(model, replace(method, schedule=Grouped(method.schedule, G)), prefixes, policy or Policy(method.rule.mode))
     coupling = torch.full((G, T, V, V), torch.inf, dtype=torch.float64)
-    weights, law, S = torch.ones(1, dtype=torch.float64), defaultdict(float), len(scripts["draw"])
+    weights, law = torch.ones(1, dtype=torch.float64), defaultdict(float)
     for round_ in count():
-        leaves = len(weights) * S * G
-        parents = torch.arange(len(weights)).repeat_interleave(S)
+        parents, chosen = possible(scripts, T - state.cursor.view(-1, G), state.recycled.view(-1, G)).nonzero(as_tuple=True)
+        leaves = len(parents) * G
         extra = finished(round_, leaves) * G
         rows = torch.cat([(parents[:, None] * G + torch.arange(G)).flatten(), torch.zeros(extra, dtype=torch.long)])
         select(state, rows)
         state.cursor[leaves:] = T
         state.cursors = state.cursor.tolist()
         state.busy = list(range(len(rows)))
-        told = {kind: F.pad(script.repeat(len(weights), 1, 1).flatten(0, 1), (0, 0, 0, extra)) for kind, script in scripts.items()}
+        told = {kind: F.pad(script[chosen].flatten(0, 1), (0, 0, 0, extra)) for kind, script in scripts.items()}
         noise = ForkingNoise(told, coupling[rows])
         loop.round(state, noise)
         weights = weights[parents] * noise.close()[:leaves].view(-1, G).prod(1)
@@ -194,6 +178,18 @@ def joint_scripts(method, V: int, W: int, prefixes) -> dict[str, torch.Tensor]:
     return {kind: torch.tensor([[image[i] for image in script] for script in together]) for i, kind in enumerate(outcomes)}
 
 
+def possible(scripts, left_NG, recycled_NG):
+    """[N, S]: which scripts may happen in which states: past the end of an image, and where a draft is recycled, only outcome 0 does."""
+    may_NS = torch.ones(len(left_NG), len(scripts["draw"]), dtype=torch.bool)
+    for kind, script_SGW in scripts.items():
+        ahead = torch.arange(script_SGW.shape[-1])
+        drawn_NGW = ahead < left_NG[..., None]
+        if kind == "pick":
+            drawn_NGW &= ahead >= recycled_NG[..., None]
+        may_NS &= (drawn_NGW[:, None] | (script_SGW == 0)).all(-1).all(-1)
+    return may_NS
+
+
 def exact_law_through_slots(model, method, *prefixes: tuple[int, ...], slots: int, policy=None) -> dict[tuple, float]:
     """The same law of Probabilistic and Maximal one state at a time, so that rows may be refilled and moved and the window may change its mind."""
     V, T, W = model.config.vocab_size, model.config.block_size, method.window.W
@@ -201,7 +197,7 @@ def exact_law_through_slots(model, method, *prefixes: tuple[int, ...], slots: in
     level, law = {None: (start(model, method, prefixes, policy or Policy(method.rule.mode), slots), 1.0)}, defaultdict(float)
     while level:
         before, level = level.values(), {}
-        for (parent, weight), chosen in ((leaf, chosen) for leaf in before for chosen in product(range(len(scripts["draw"])), repeat=len(leaf[0].active))):
+        for (parent, weight), chosen in ((leaf, chosen) for leaf in before for chosen in product(*possible_by_row(scripts, leaf[0]))):
             told = {kind: script.new_zeros(slots, script.shape[-1]) for kind, script in scripts.items()}
             for kind, script in scripts.items():
                 told[kind][parent.active] = script[list(chosen), 0]
@@ -216,6 +212,11 @@ def exact_law_through_slots(model, method, *prefixes: tuple[int, ...], slots: in
                 else:
                     law[tuple(map(tuple, state.out.tolist()))] += p
     return law
+
+
+def possible_by_row(scripts, state: State) -> list[list[int]]:
+    left_R, recycled_R = state.length - state.cursor[state.active], state.recycled[state.active]
+    return [row.nonzero()[:, 0].tolist() for row in possible(scripts, left_R[:, None], recycled_R[:, None])]
 
 
 def clone(state: State) -> State:

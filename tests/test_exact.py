@@ -22,7 +22,8 @@ POLICIES = (Policy("sample"), Policy("sample", temperature=0.7), Policy("sample"
 
 
 def named(value):
-    return getattr(value, "__name__", None) or (type(value).__name__ if hasattr(value, "__dataclass_fields__") else str(value))
+    shown = type(value).__name__ if isinstance(value, Tabular) or hasattr(value, "__dataclass_fields__") else str(value)
+    return getattr(value, "__name__", shown)
 
 
 def pairwise(*axes) -> list[tuple]:

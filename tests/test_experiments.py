@@ -1,10 +1,11 @@
 """The real scripts, run at `smoke`: what they write, and that a second run or an edited list measures only what is missing."""
 import gc
 import os
+import shutil
 import subprocess
 import sys
 from argparse import Namespace
-from functools import partial
+from functools import cache, partial
 from importlib import import_module
 
 import pandas as pd
@@ -12,10 +13,12 @@ import pytest
 
 from hbsjd.results import ROOT, newest
 
+STEMS = ["00_prepare", "01_speedup_vs_batch", "02_acceptance", "03_full_vs_compact", "04_distill", "06_exactness", "09_adaptive_window"]
 
-def run(stem: str, folder, *arguments: str) -> subprocess.CompletedProcess:
+
+def run(stem: str, folder, start=None) -> subprocess.CompletedProcess:
     return subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"experiments.{stem}", "--scale", "smoke", *arguments],
+        [sys.executable, "-W", "ignore", *(start or ["-m", f"experiments.{stem}"]), "--scale", "smoke"],
         cwd=ROOT, env=os.environ | {"HBSJD_RESULTS": str(folder), "HBSJD_CHECKPOINTS": str(folder / "checkpoints")}, capture_output=True, text=True,
     )
 
@@ -25,26 +28,54 @@ def rows(folder, stem: str) -> pd.DataFrame:
     return pd.read_csv(path)
 
 
-@pytest.mark.parametrize("stem", ["00_prepare", "01_speedup_vs_batch", "02_acceptance", "03_full_vs_compact"])
-def test_smoke_and_again(stem, tmp_path):
-    first = run(stem, tmp_path)
-    assert first.returncode == 0, first.stderr[-2000:]
-    before = {path: path.read_bytes() for path in (tmp_path / stem).rglob("*.*")}
-    assert run(stem, tmp_path).returncode == 0
-    assert {path: path.read_bytes() for path in (tmp_path / stem).rglob("*.*")} == before, "a finished stage changes nothing"
+@pytest.fixture(scope="session")
+def first(tmp_path_factory):
+    """`first(stem)`: the folder that the first run of an experiment left, to be read only."""
+    @cache
+    def ran(stem):
+        folder = tmp_path_factory.mktemp(stem)
+        done = run(stem, folder)
+        assert done.returncode == 0, done.stderr[-2000:]
+        return folder
+    return ran
+
+
+# In one process, because loading torch takes longer than they do: a run with nothing to do, whose folder is kept as `again`, and a run after a kill.
+AGAIN = """
+import runpy, shutil, sys
+from hbsjd.results import RESULTS, newest
+
+stem = sys.argv.pop(1)
+runpy.run_module(f"experiments.{stem}", run_name="__main__")
+shutil.copytree(RESULTS / stem, RESULTS / "again")
+(path,) = newest(RESULTS / stem / "smoke")
+lines = path.read_bytes().splitlines(keepends=True)
+path.write_bytes(b"".join(lines[:-3]) + lines[-3][:7])
+runpy.run_module(f"experiments.{stem}", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_smoke_and_again(stem, first, tmp_path):
+    folder = shutil.copytree(first(stem), tmp_path / "results")
+    before = files(folder / stem)
+    done = run(stem, folder, start=["-c", AGAIN, stem])
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert files(folder / "again") == before, "a finished stage changes nothing"
 
     # what a kill in the middle leaves behind, an unfinished last line included, is completed without a loss or a duplicate
-    (path,) = newest(tmp_path / stem / "smoke")
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.write_bytes(b"".join(lines[:-3]) + lines[-3][:7])
-    assert run(stem, tmp_path).returncode == 0
+    (path,) = newest(folder / stem / "smoke")
+    lines = before[path.relative_to(folder / stem)].splitlines(keepends=True)
     again = path.read_bytes().splitlines(keepends=True)
     assert again[: len(lines) - 3] == lines[:-3] and len(again) == len(lines)
 
 
-def test_timing_rows_say_what_was_measured(tmp_path):
-    assert run("01_speedup_vs_batch", tmp_path).returncode == 0
-    table = rows(tmp_path, "01_speedup_vs_batch")
+def files(folder) -> dict:
+    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*.*")}
+
+
+def test_timing_rows_say_what_was_measured(first):
+    table = rows(first("01_speedup_vs_batch"), "01_speedup_vs_batch")
     assert not table.duplicated(["method", "B", "prefix_ratio", "dtype", "repeat"]).any()
     decoded = table[table.method != "bare_ar"]
     given = (decoded.prefix_ratio * decoded["T"]).astype(int)
@@ -56,9 +87,8 @@ def test_timing_rows_say_what_was_measured(tmp_path):
     assert (hbsjd <= table[table.method == "ar_greedy"].groupby(["B", "prefix_ratio"]).nfe.max()).all()
 
 
-def test_executions_differ_only_in_the_rows_that_they_run(tmp_path):
-    assert run("03_full_vs_compact", tmp_path).returncode == 0
-    table = rows(tmp_path, "03_full_vs_compact")
+def test_executions_differ_only_in_the_rows_that_they_run(first):
+    table = rows(first("03_full_vs_compact"), "03_full_vs_compact")
     greedy = table[table.part.isin(["rollout", "gamma"]) & (table.rule == "Greedy") & (table.schedule == "Independent") & (table.W == 16)]
     assert (greedy.groupby(["B", "repeat"])[["nfe", "row_rounds", "committed"]].nunique() == 1).all(axis=None)
     full, least = 2 * greedy.B * greedy.nfe, 2 * greedy.row_rounds
@@ -71,16 +101,15 @@ def test_executions_differ_only_in_the_rows_that_they_run(tmp_path):
     assert served.committed.nunique() == served.row_rounds.nunique() == 1
     assert served.rounds["refill", "hbsjd_full"] == served.rounds["refill", "hbsjd_packed"] < served.rounds["batches", "hbsjd_full"]
     for part, method in served.index:
-        (path,) = (tmp_path / "03_full_vs_compact" / "smoke").glob(f"*-{part}-{method}-*.csv")
+        (path,) = (first("03_full_vs_compact") / "03_full_vs_compact" / "smoke").glob(f"*-{part}-{method}-*.csv")
         rounds = pd.read_csv(path)
         assert (rounds.active.sum(), 2 * rounds.ran.sum()) == tuple(served.loc[(part, method), ["row_rounds", "physical_rows"]])
     waiting = rounds[rounds.active < served.slots.iloc[0]].index.min()  # no row is idle while images wait: then nothing is ever added
     assert rounds.active[waiting:].is_monotonic_decreasing and (rounds.active == rounds.ran).all()
 
 
-def test_counts_by_item_add_up_to_the_rollout(tmp_path):
-    assert run("02_acceptance", tmp_path).returncode == 0
-    table = rows(tmp_path, "02_acceptance").set_index(["rule", "repeat"]).sort_index()
+def test_counts_by_item_add_up_to_the_rollout(first):
+    table = rows(first("02_acceptance"), "02_acceptance").set_index(["rule", "repeat"]).sort_index()
     of = dict(list(table.groupby("part")))
     whole = of["window"][of["window"].W == 16]
     for part, counts in ("histogram", ["row_rounds", "committed", "accepted", "proposed", "examined"]), ("entropy", ["committed", "accepted", "examined"]):

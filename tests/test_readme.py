@@ -10,12 +10,15 @@ from hbsjd.results import ROOT
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 
 
-def test_the_example_runs(tmp_path):
-    (example,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+DECODE, DISTIL = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize("example, leaves", [(DECODE, "samples.png"), (DISTIL, "checkpoints/mine/model.safetensors")], ids=["decode", "distil"])
+def test_the_examples_run(example, leaves, tmp_path):
     assert len(example.splitlines()) <= 30
     done = subprocess.run([sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert (tmp_path / "samples.png").exists()
+    assert (tmp_path / leaves).exists()
 
 
 @pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(((?!https?:|#)[^)]+)\)", README))))

@@ -72,6 +72,7 @@ STAGES_SMOKE = [
     "-m experiments.01_speedup_vs_batch --scale smoke",
     "-m nbconvert --to notebook --execute --log-level WARN --output-dir logs/notebooks notebooks/01_speedup_vs_batch.ipynb",
 ]
+*STAGES_AGAIN, NOTEBOOK = STAGES_SMOKE  # a second run finds the notebook up to date
 INSTALL = "-m pip install -c constraints.txt -e .[all]"
 
 
@@ -118,7 +119,7 @@ def test_installs_once_then_runs_the_stages(checkout):
     assert log.read_text() == out
 
     checkout.run("smoke")
-    assert checkout.calls() == STAGES_SMOKE
+    assert checkout.calls() == STAGES_AGAIN
 
     with (checkout.root / "constraints.txt").open("a") as f:
         f.write("# another set\n")
@@ -130,6 +131,59 @@ def test_default_scale_only_and_fresh(checkout):
     code, out, _ = checkout.run("--only", "00", "--fresh")
     assert code == 0 and "scale: small" in out
     assert checkout.calls()[2:] == ["-m experiments.00_prepare --scale small --fresh"]
+
+
+def executes(checkout, *arguments, **env):
+    """Whether this call executes the notebook; where it does not, it says so."""
+    code, out, err = checkout.run(*arguments, "--only", "01", **env)
+    executed = NOTEBOOK in checkout.calls()
+    assert (code, err) == (0, "") and executed != ("01_speedup_vs_batch.ipynb is up to date" in out)
+    return executed
+
+
+def test_a_notebook_is_executed_again_only_when_something_changed(checkout):
+    def write(name, text):
+        path = checkout.root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+        return path
+
+    results, figure = write("results/01_speedup_vs_batch/smoke/0123456789-cpu.csv", "a,b\n"), write("figures/smoke/01_lines.svg", "<svg/>")
+    read = [results, write("results/paper/table02.csv", ""), write("results/02_acceptance/smoke/0123456789-cpu.json", ""),
+            write("hbsjd/report.py", ""), write("hbsjd/results.py", ""), figure,
+            write("notebooks/01_speedup_vs_batch.ipynb", 'results.load(\\"02_acceptance\\")\\nreport.save(fig, \\"01_lines\\", scale)')]
+    assert executes(checkout, "smoke") and not executes(checkout, "smoke")
+    for path in read:
+        path.write_text(path.read_text() + "more")
+        assert executes(checkout, "smoke"), path
+    write("results/01_speedup_vs_batch/smoke/0123456789-gpu.csv", "a,b\n")
+    assert executes(checkout, "smoke") and not executes(checkout, "smoke")
+    figure.unlink()
+    assert executes(checkout, "smoke")
+
+    for name in "results/01_speedup_vs_batch/small/0123456789-cpu.csv", "results/03_full_vs_compact/smoke/0123456789-cpu.csv", "figures/smoke/02_grid.svg":
+        write(name, "which it does not read")
+    assert not executes(checkout, "smoke")
+    assert executes(checkout, "small") and not executes(checkout, "small") and not executes(checkout, "smoke")
+    assert executes(checkout, "smoke", "--fresh") and not executes(checkout, "smoke")
+    for _ in range(2):
+        checkout.run("figures")
+        assert NOTEBOOK in checkout.calls()
+
+
+def test_a_notebook_that_failed_is_executed_again(checkout):
+    assert checkout.run("smoke", FAIL="-m nbconvert*")[0] == 7
+    assert executes(checkout, "smoke") and not executes(checkout, "smoke")
+
+
+def test_a_notebook_follows_the_folders_in_the_environment(checkout):
+    folders = {"HBSJD_RESULTS": str(checkout.root / "my results"), "HBSJD_FIGURES": str(checkout.root / "my figures")}
+    read = [checkout.root / "my results/01_speedup_vs_batch/smoke/0123456789-cpu.csv", checkout.root / "my figures/smoke/01_speedup_vs_batch.md"]
+    assert executes(checkout, "smoke", **folders)
+    for path in read:
+        path.parent.mkdir(parents=True)
+        path.touch()
+        assert executes(checkout, "smoke", **folders) and not executes(checkout, "smoke", **folders)
 
 
 def test_a_failing_stage_stops_the_run_with_its_exit_code(checkout):
@@ -161,7 +215,7 @@ def test_a_killed_update_starts_over(checkout):
     checkout.run("smoke", KILL="-m pip*")
     pyproject.write_text(before)
     checkout.run("smoke")
-    assert checkout.calls() == ["-m venv .venv", INSTALL, *STAGES_SMOKE]
+    assert checkout.calls() == ["-m venv .venv", INSTALL, *STAGES_AGAIN]
 
 
 def test_a_venv_made_by_hand_is_kept(checkout):
@@ -193,7 +247,7 @@ def test_figures_installs_no_torch_and_runs_no_experiment(checkout):
     code, _, err = checkout.run("figures")
     assert (code, err) == (0, "")
     venv, packages, package, notebook = checkout.calls()
-    assert venv == "-m venv .venv-figures" and package == "-m pip install -c constraints.txt --no-deps -e ." and notebook == STAGES_SMOKE[-1]
+    assert venv == "-m venv .venv-figures" and package == "-m pip install -c constraints.txt --no-deps -e ." and notebook == NOTEBOOK
     assert set(packages.removeprefix("-m pip install -c constraints.txt ").split()) == {"numpy", "pandas", "matplotlib", "seaborn", "jupyter"}
 
 
@@ -211,7 +265,7 @@ def test_a_second_run_waits_for_what_the_first_left_running(checkout):
         assert checkout.calls() == []
         fcntl.flock(lock, fcntl.LOCK_UN)
         process.communicate()
-    assert process.returncode == 0 and checkout.calls() == STAGES_SMOKE
+    assert process.returncode == 0 and checkout.calls() == STAGES_AGAIN
 
 
 def test_without_network_the_real_pip_ends_in_one_line(checkout):

@@ -13,7 +13,8 @@ from safetensors.torch import load_file, save_file
 from hbsjd.models.llamagen import Config, LlamaGen
 
 WEIGHTS = Path(__file__).resolve().parent.parent / "weights"
-BUNDLED = ("small-student", "small-teacher")
+DISTILLED = ("small-kd", "small-gkd-ar", "small-gkd-hbsjd", "small-varkd-hbsjd")  # students that 04_distill made of small-student
+BUNDLED = ("small-student", "small-teacher", *DISTILLED)
 
 
 def load_model(name: str | Path, *, dtype: torch.dtype = torch.float32, device: str | torch.device | None = None) -> LlamaGen:
@@ -51,7 +52,7 @@ def default_device() -> str:
 
 def read_weights(path: Path) -> tuple[dict[str, torch.Tensor], dict]:
     """State dict and provenance of `NAME.safetensors`, whose sha256 must be the one its JSON records."""
-    facts, remedy = facts_path(path), "take it from git again" if path.parent == WEIGHTS else "make it again"
+    facts, remedy = facts_path(path), "take it from git, or make it, again"
     for file in (path, facts):
         if not file.exists():
             raise ValueError(f"{file.name} is missing from {file.parent.name}/; {remedy}")
