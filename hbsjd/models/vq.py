@@ -67,14 +67,15 @@ class VQModel(nn.Module):
         return self.quantize.nearest(self.features(images_B3HW))
 
     @torch.no_grad()
-    def decode(self, codes_BT: torch.Tensor) -> torch.Tensor:
-        """Codes [B, T] -> images [B, 3, H, W] clamped to [-1, 1]."""
+    def decode(self, codes_BT: torch.Tensor, clamp: bool = True) -> torch.Tensor:
+        """Codes [B, T] -> images [B, 3, H, W] clamped to [-1, 1]; `clamp=False` for what is resized before it is clamped."""
         codes_BT, K = codes_BT.long(), self.config.codebook_size
         if codes_BT.ndim != 2 or isqrt(codes_BT.shape[1]) ** 2 != codes_BT.shape[1]:
             raise ValueError(f"codes must be [B, T] with T a square number; got {tuple(codes_BT.shape)}")
         if codes_BT.numel() and (codes_BT.min() < 0 or codes_BT.max() >= K):
             raise ValueError(f"codes must lie in 0..{K - 1}; got {codes_BT.min()}..{codes_BT.max()}")
-        return self.render(self.quantize.codebook()[codes_BT]).clamp(-1, 1)
+        images = self.render(self.quantize.codebook()[codes_BT])
+        return images.clamp(-1, 1) if clamp else images
 
 
 def load(name: str, *, dtype: torch.dtype = torch.float32, device: str | torch.device | None = None) -> VQModel:
