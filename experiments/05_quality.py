@@ -16,7 +16,7 @@ from PIL import Image
 from tqdm import tqdm
 
 from hbsjd import bench, data, results
-from hbsjd.evaluation import check_match, difference, evaluate, extractor, features, labels, sample_images, seed_difference
+from hbsjd.evaluation import difference, evaluate, extractor, features, labels, sample_images, seed_difference
 from hbsjd.features import Features, read_images
 from hbsjd.image_text import clip_scorer, image_text_scores, openmoji_prompts
 from hbsjd.models import checkpoints, vq
@@ -25,7 +25,7 @@ from hbsjd.models.llamagen import random_model
 STEM, DISTILLED = "05_quality", "04_distill"
 CHECKPOINTS = Path(os.environ.get("HBSJD_CHECKPOINTS", results.ROOT / "checkpoints"))
 ARMS = {"kd": 1, "seqkd": 1, "gkd-ar": 3, "gkd-hbsjd": 3, "gkd-hbsjd_probabilistic": 1, "varkd-ar": 1, "varkd-hbsjd": 1, "gkd-ar-horizon": 1}  # seeds
-BASELINES = ["student", "gkd-ar"]          # what every arm is compared with, image by image
+BASELINES = ["student", "gkd-ar"]          # what every arm is compared with, image by image; and with its own method on AR
 SEEDS = ("gkd-ar", "gkd-hbsjd")            # these two, seed by seed
 GUIDANCE, METHOD, SLOTS = 2.0, "hbsjd_adaptive", 64
 GREEDY = "hbsjd_greedy_adaptive"           # the student's greedy images beside its sampled ones
@@ -36,15 +36,17 @@ KEYS = ("part", "model", "seed", "against", "score")
 
 @dataclass(frozen=True)
 class Scene:
-    """Models by (name, seed); real images and their features, one per name; prompts of every class; class ids of the images to make."""
+    """Models by (name, seed); real images of one per name, of which some (`floor`) stand beside the models and the `rest` are the reference of all."""
 
     models: dict
     tokenizer: torch.nn.Module
     real: torch.Tensor
-    features: Features
-    prompts: list[list[str]]
     real_labels: torch.Tensor
-    labels: torch.Tensor
+    floor: torch.Tensor
+    rest: torch.Tensor
+    reference: Features
+    prompts: list[list[str]]  # of every class
+    labels: torch.Tensor      # classes of the images to make
 
 
 def scene(scale: str, device, seed: int, images: int, extract) -> Scene:
@@ -62,7 +64,9 @@ def scene(scale: str, device, seed: int, images: int, extract) -> Scene:
         models = {(name, seed): checkpoints.load_model(f"small-{name}", device=device) for name in ("student", "teacher")}
         models |= {(arm, k): checkpoints.load_model(path, device=device) for (arm, k), path in distilled(scale, seed).items()}
     wanted = labels(images, len(prompts), frequency=torch.bincount(real_labels, minlength=len(prompts)), seed=seed)
-    return Scene(models, tokenizer, real, features(real, extract), prompts, real_labels, wanted.to(device))
+    order = torch.randperm(len(real), generator=torch.Generator().manual_seed(seed))
+    floor, rest = order.tensor_split([min(images, len(order) // 2)])
+    return Scene(models, tokenizer, real, real_labels, floor, rest, features(real[rest], extract), prompts, wanted.to(device))
 
 
 def distilled(scale: str, first: int) -> dict[tuple[str, int], Path]:
@@ -81,14 +85,13 @@ def distilled(scale: str, first: int) -> dict[tuple[str, int], Path]:
 
 @dataclass(frozen=True)
 class Set:
-    """Images to judge: [N, 3, H, W] uint8, the class of each, and the rows of the reference that they may be compared with."""
+    """Images to judge: [N, 3, H, W] uint8, the class of each, and what they cost."""
 
     part: str
     model: str
     seed: int
     images: torch.Tensor
     labels: torch.Tensor
-    reference: slice
     cost: dict
 
 
@@ -99,31 +102,25 @@ def sampled(scene: Scene, key: tuple[str, int], method: str, folder: Path) -> Se
     """Every model gets the same classes and the same noise."""
     made = sample_images(scene.models[key], scene.tokenizer, scene.labels, folder, method, guidance=GUIDANCE, slots=SLOTS, batch=len(scene.labels))
     cost = dict(seconds=made.seconds, nfe=made.nfe, timed_images=made.timed_images)
-    return Set("greedy" if method == GREEDY else "model", *key, read_images(made.npz), scene.labels.cpu(), slice(None), cost)
+    return Set("greedy" if method == GREEDY else "model", *key, read_images(made.npz), scene.labels.cpu(), cost)
 
 
-def controls(scene: Scene, seed: int, images: int):
+def controls(scene: Scene, seed: int):
     """Real images against other ones, which no model can beat; the same blurred, and through the tokenizer; and noise, which every model should."""
-    order = torch.randperm(len(scene.real), generator=torch.Generator().manual_seed(seed))
-    n = min(images, len(order) // 2)
-    rows, rest = order[:n], order[n:]
-    real, of = scene.real[rows], scene.real_labels[rows]
+    real = scene.real[scene.floor]
     blurred = F.interpolate(F.avg_pool2d(real.float(), 2), scale_factor=2, mode="bilinear").clamp(0, 255).to(torch.uint8)
     device = next(scene.tokenizer.parameters()).device
     codes = torch.cat([scene.tokenizer.encode(data.to_unit(some.to(device))) for some in real.split(64)])
     rebuilt = torch.cat([data.to_uint8(scene.tokenizer.decode(some)).cpu() for some in codes.split(64)])
     noise = torch.randint(256, real.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.uint8)
     for name, pictures in dict(real=real, reconstruction=rebuilt, blurred=blurred, noise=noise).items():
-        yield Set("control", name, seed, pictures, of, rest, NO_COST)
+        yield Set("control", name, seed, pictures, scene.real_labels[scene.floor], NO_COST)
 
 
 def judge(some: Set, scene: Scene, extract, scorer, resamples: int) -> dict:
     """Every score of a set, by short name."""
-    found = features(some.images, extract)
-    reference = scene.features.take(some.reference)
-    check_match(found, reference)
-    how = dict(resamples=resamples)
-    return evaluate(found, reference, **how) | image_text_scores(scorer, some.images, some.labels, scene.prompts, **how)
+    scores = evaluate(features(some.images, extract), scene.reference, resamples=resamples)
+    return scores | image_text_scores(scorer, some.images, some.labels, scene.prompts, resamples=resamples)
 
 
 def score_rows(some: Set, found: dict) -> list[dict]:
@@ -136,11 +133,11 @@ def score_rows(some: Set, found: dict) -> list[dict]:
 
 
 def difference_rows(scores: dict, first: int) -> list[dict]:
-    """Every arm against the baselines, paired by image; and two arms paired by seed."""
+    """Every model against the baselines, paired by image; and two arms paired by seed."""
     rows, columns = [], dict.fromkeys(["sd", "n", "n_reference", "checksum", "rank_deficient", "note", "scored_by", "title", *NO_COST])
     for (model, seed), found in scores.items():
-        for other in BASELINES:
-            if model not in (other, "student", "teacher") and (other, first) in scores:
+        for other in dict.fromkeys([*BASELINES, f"{model.partition('-')[0]}-ar"]):
+            if model not in (other, "student") and (other, first) in scores:
                 for name, score in found.items():
                     verdict = difference(score, scores[other, first][name])
                     values = dict(value=verdict["difference"], low=verdict["low"], high=verdict["high"], verdict=verdict["verdict"])
@@ -164,9 +161,11 @@ def draw_grid(run: results.Run, sets: dict) -> None:
 def draw_neighbours(run: results.Run, some: Set, scene: Scene, extract) -> None:
     """A few generated images and, beside each, the three real ones whose features are nearest: are they copies?"""
     found = features(some.images, extract).values[:NEIGHBOURS]
-    nearest = torch.cdist(found, scene.features.values).topk(3, largest=False)
-    run.note(neighbours=dict(of=some.model, distances=nearest.values.tolist()))
-    save(run.file("neighbours.png"), [[image, *scene.real[rows]] for image, rows in zip(some.images, nearest.indices)])
+    reference = scene.reference.values
+    nearest = torch.cdist(found, reference).topk(3, largest=False)
+    usual = torch.cdist(reference, reference).topk(2, largest=False).values[:, 1].median().item()
+    run.note(neighbours=dict(of=some.model, distances=nearest.values.tolist(), real_to_nearest_real=usual))
+    save(run.file("neighbours.png"), [[image, *scene.real[scene.rest[rows]]] for image, rows in zip(some.images, nearest.indices)])
 
 
 def save(path: Path, rows: list[list[torch.Tensor]]) -> None:
@@ -185,6 +184,9 @@ def main(args) -> None:
                   extractor=extract.checksum, scorer=scorer.checksum, resamples=scale["resamples"], weights=weights)
     run = results.Run(STEM, args.scale, config, bench.device_name(args.device), KEYS, args.fresh)
     run.note(seed=args.seed, driver=bench.driver(args.device))
+    if len(run.done) == run.facts.get("rows"):
+        print(f"{STEM}: every set has been judged")
+        return
     print(f"{STEM}: {len(its.models) + 5} sets of {scale['images']} images, about {scale['minutes']} minutes on two cores")
 
     sets, scores = {}, {}
@@ -198,12 +200,12 @@ def main(args) -> None:
         if method == METHOD:
             sets[key], scores[key] = some, found
         add(run, score_rows(some, found))
-    for some in controls(its, args.seed, scale["images"]):
+    for some in controls(its, args.seed):
         add(run, score_rows(some, judge(some, its, extract, scorer, scale["resamples"])))
     add(run, difference_rows(scores, args.seed))
     draw_grid(run, sets)
     draw_neighbours(run, sets.get(("gkd-ar", args.seed), sets["student", args.seed]), its, extract)
-    run.finish()
+    run.finish(rows=len(run.done))
 
 
 def add(run: results.Run, rows: list[dict]) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from hbsjd.results import ROOT, newest
 
-STEMS = ["00_prepare", "01_speedup_vs_batch", "02_acceptance", "03_full_vs_compact", "04_distill", "06_exactness", "09_adaptive_window"]
+STEMS = ["00_prepare", "01_speedup_vs_batch", "02_acceptance", "03_full_vs_compact", "04_distill", "05_quality", "06_exactness", "09_adaptive_window"]
 
 
 def run(stem: str, folder, start=None) -> subprocess.CompletedProcess:

@@ -87,8 +87,9 @@ def test_its_stem_is_an_experiment(path):
     assert path.stem == "00_paper" or (results.ROOT / "experiments" / f"{path.stem}.py").exists()
 
 
-def test_openmoji_is_credited_where_its_pictures_are_shown():
-    text = "".join(cells(results.ROOT / "notebooks" / "00_prepare.ipynb", "markdown"))
+@pytest.mark.parametrize("stem", ["00_prepare", "05_quality"])
+def test_openmoji_is_credited_where_its_pictures_are_shown(stem):
+    text = "".join(cells(results.ROOT / "notebooks" / f"{stem}.ipynb", "markdown"))
     assert "OpenMoji" in text and "CC BY-SA 4.0" in text
 
 
@@ -278,6 +279,48 @@ def distilled(root, scale="small", device="Test CPU", steps=16, repeats=3):
     run.finish()
 
 
+def judged(root, scale="small", device="Test CPU"):
+    """Made-up results of 05_quality: in all scores an arm is where its KID is. HB-SJD is within noise of AR, KD is worse; SeqKD was not judged."""
+    config = dict(scale=scale, images=256, guidance=2.0, method="hbsjd_adaptive")
+    run = results.Run("05_quality", scale, config, device, ("part", "model", "seed", "against", "score"), root=root)
+    networks = dict.fromkeys(("cosine", "cosine_100", "zero_shot"), "LiT: EfficientNet-Lite0 + MiniLM")
+    names = dict(fd="FD", kid="KID", cosine="mean cosine", cosine_100="100 x cosine", zero_shot="zero-shot accuracy") | {"is": "IS"}
+    note = dict(fd="256 images for 1280 features: a singular covariance; let KID decide", cosine_100="77 prompts, the first one 'an emoji of a dog'")
+
+    def scores(kid):
+        good = 1 / (1 + 20 * abs(kid))
+        found = dict(fd=60 + 4000 * kid, kid=kid, precision=good, recall=0.8 * good, density=1.1 * good, coverage=good, cosine=0.3 * good)
+        return found | {"is": 20 * good, "cosine_100": 30 * good, "zero_shot": 0.5 * good}
+
+    def add(part, model, seed, kid, against=None, **values):
+        of_images = part not in ("difference", "seeds")
+        for name, value in scores(kid).items():
+            value, sd = (value, 0.04 * abs(value)) if of_images else (value - scores(values["base"])[name], 0.03 * scores(values["base"])[name])
+            verdict = None if of_images else "within noise" if abs(value) < 1.96 * sd else "higher" if value > 0 else "lower"
+            facts = dict(sd=sd, n=256, n_reference=1200, checksum="c0ffee", rank_deficient=name == "fd", note=note.get(name), scored_by="lite0",
+                         title=f"{names.get(name, name)} ({networks.get(name, 'EfficientNet-Lite0')})")
+            row = dict(part=part, model=model, seed=seed, against=against, score=name, value=value, low=value - 1.96 * sd, high=value + 1.96 * sd)
+            cost = dict.fromkeys(("seconds", "nfe", "timed_images")) if part != "model" else dict(seconds=20.0, nfe=900, timed_images=128)
+            run.add(row | (facts if of_images else dict.fromkeys(facts)) | dict(verdict=verdict) | cost)
+
+    models = {("student", 0): 0.030, ("teacher", 0): 0.012, ("kd", 0): 0.034, ("gkd-hbsjd_probabilistic", 0): 0.0205, ("varkd-ar", 0): 0.018}
+    models |= {("varkd-hbsjd", 0): 0.0183, ("gkd-ar-horizon", 0): 0.025, ("gkd-mine", 0): 0.022}
+    models |= {(arm, seed): kid + 0.001 * seed for arm, kid in (("gkd-ar", 0.020), ("gkd-hbsjd", 0.0203)) for seed in range(3)}
+    for (model, seed), kid in models.items():
+        add("model", model, seed, kid)
+        for other in ("student", "gkd-ar"):
+            if model not in (other, "student", "teacher"):
+                add("difference", model, seed, kid, other, base=models[other, 0])
+    add("greedy", "student", 0, 0.045)
+    for name, kid in dict(real=-0.0002, reconstruction=0.004, blurred=0.05, noise=0.6).items():
+        add("control", name, 0, kid)
+    add("seeds", "gkd-hbsjd", 0, 0.0213, "gkd-ar", base=0.021)
+    first = [model for model, seed in models if seed == 0]
+    mosaic(run.file("grid.png"), len(first), 10)
+    mosaic(run.file("neighbours.png"), 6, 4)
+    run.finish(grid=dict(rows=first), neighbours=dict(of="gkd-ar", distances=[[10 + image, 11.0 + image, 12.5 + image] for image in range(6)]))
+
+
 def exactness(root, scale="small", device="Test CPU"):
     """Made-up results of 06_exactness: exact laws, a control that is biased, one float32 difference in 8 images and many in bfloat16."""
     rng = np.random.default_rng(6)
@@ -300,7 +343,7 @@ def exactness(root, scale="small", device="Test CPU"):
 
 
 MADE_UP = {"00_prepare": prepared, "01_speedup_vs_batch": timed, "02_acceptance": accepted, "03_full_vs_compact": executions, "04_distill": distilled,
-           "06_exactness": exactness, "09_adaptive_window": adaptive}
+           "05_quality": judged, "06_exactness": exactness, "09_adaptive_window": adaptive}
 
 EXECUTE = """
 import json, os, sys
@@ -428,6 +471,36 @@ def test_arms_and_the_drop_in_proof_are_told_as_they_are(drawn):
     assert proof.loc[("float32", "HB-SJD, adaptive, Gumbel"), columns].tolist() == ["6", "6", "6", "7", "100", "2.0e-07"]
 
 
+def test_quality_is_beside_the_paper_and_what_was_not_judged_is_said(drawn):
+    table = pd.read_csv(drawn / "05_quality.csv").set_index("model")
+    assert table.index[:4].tolist() == ["real images (floor)", "teacher", "student, undistilled", "student, undistilled, greedy"]
+    assert table.index[-4:].tolist() == ["gkd-mine", "real images, reconstructed", "real images, blurred", "noise"]
+    kid = table["KID (EfficientNet-Lite0) x 1000"]
+    assert kid["GKD, AR"] == "21.0 [20.0 to 22.0]" and kid["student, undistilled"] == "30.0 (27.6 to 32.4)"
+    assert (table["N (and reference)"]["GKD, AR"], table["N (and reference)"]["KD"]) == ("3 x 256 (1200)", "256 (1200)")
+    assert set(table.loc["SeqKD"].iloc[:11]) == {"not measured"} and table["sampling (s)"]["KD"] == "40.0" and table["sampling (s)"]["noise"] == "none"
+    assert table.loc["GKD, HB-SJD", ["paper, FID", "paper, rollout speedup"]].tolist() == ["4.95 / 3.00", "1.48 / 1.56"]
+    assert table["paper, FID"]["VarKD, HB-SJD probabilistic"] == "4.76 / 2.87"
+    assert table["paper, rollout (s)"]["KD"] == table["paper, IS"]["teacher"] == "not printed"
+    rates = table["rollout speedup"]
+    assert [float(rates[f"{method}, HB-SJD"].split(" ")[0]) for method in ("GKD", "VarKD")] == pytest.approx([1.6] * 2, rel=0.08)
+    assert (rates["VarKD, AR"], rates["KD"], rates["noise"]) == ("the baseline", "no rollouts", "none")
+    text = (drawn / "05_quality.md").read_text(encoding="utf-8")
+    assert "1280 features" in text and "an emoji of a dog" in text and "FID (" not in text and "CLIP" not in text
+
+
+def test_differences_have_a_verdict_and_the_controls_an_order(drawn):
+    table = pd.read_csv(drawn / "05_differences.csv").set_index(["model", "minus", "seed"])
+    kid = table["KID (EfficientNet-Lite0) x 1000, lower is better"]
+    assert kid["GKD, HB-SJD", "GKD, AR", "0"] == "+0.3 (-0.9 to +1.5), within noise" and kid["KD", "student, undistilled", "0"].endswith("higher")
+    assert kid["SeqKD", "GKD, AR", "not measured"] == "not measured" and kid.index[-1] == ("GKD, HB-SJD", "GKD, AR", "all, paired")
+    assert not table.index.duplicated().any() and len(table) == 26
+    text = (drawn / "05_differences.md").read_text(encoding="utf-8")
+    assert "Paper: at most 0.03 FID, 0.9 IS" in text and "within noise in 9 of 9 scores" in text
+    order = pd.read_csv(drawn / "05_sanity.csv")
+    assert len(order) == 10 and set(order.order) == {"holds"}
+
+
 def test_the_adaptive_window_is_compared_with_the_best_fixed_one(drawn):
     table = pd.read_csv(drawn / "09_adaptive_window.csv")
     assert table.B.tolist() == [1, 16] * 2 and table["best fixed W"].tolist() == table["its width"].tolist() == [8, 0] * 2
@@ -507,6 +580,28 @@ def test_several_seeds_are_a_mean_and_a_range():
 
     assert report.over_seeds([1, 2, 6, None], "{:.1f}") == "3.0 (1.0 to 6.0)" and report.over_seeds([1]) == "1.000"
     assert report.over_seeds([None]) == "not measured"
+
+
+def test_scores_of_several_seeds_show_their_range_and_of_one_its_interval():
+    from hbsjd import report
+
+    rows = pd.DataFrame(dict(model=["a", "a", "b"], value=[1.0, 3.0, 5.0], low=[0.0, 2.0, 4.0], high=[2.0, 4.0, 6.5])).assign(device="a", config_hash="b")
+    table = report.pooled_scores(rows, ["model"])
+    assert [report.ranged("{:.1f}", row) for row in table.itertuples()] == ["2.0 [1.0 to 3.0]", "5.0 (4.0 to 6.5)"]
+
+
+def test_what_builds_on_another_experiment_takes_its_last_configuration_or_nothing(tmp_path, monkeypatch):
+    from hbsjd import report
+
+    monkeypatch.setattr(report, "RESULTS", tmp_path)
+    monkeypatch.setattr(report, "load", lambda stem, scale: results.load(stem, scale, tmp_path))
+    monkeypatch.setattr(report, "provenance", lambda stem, scale: results.provenance(stem, scale, tmp_path))
+    assert report.latest("04_distill", "small", ["value"]).columns.tolist() == ["device", "config_hash", "value"]
+    for start, value in ("2026-01-02", 1), ("2026-01-01", 2):
+        run = results.Run("04_distill", "small", dict(value=value), "Test CPU", ("value",), root=tmp_path)
+        run.add(dict(value=value))
+        run.note(start=start)
+    assert report.latest("04_distill", "small", ["value"]).value.tolist() == [1]
 
 
 def test_the_interval_is_the_same_every_time_and_holds_the_median():
