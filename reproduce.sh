@@ -9,9 +9,9 @@ stages="
 01_speedup_vs_batch  1  13
 02_acceptance        1  8
 03_full_vs_compact   1  12
-04_distill           1  30
+04_distill           1  37
 06_exactness         1  8
-09_adaptive_window   1  12
+09_adaptive_window   1  10
 "
 
 usage() {

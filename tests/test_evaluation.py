@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from PIL import Image
+from test_bad_input import refused
 
 from hbsjd import evaluation, features, image_text, sample, scores
 from hbsjd.data import openmoji_table, render
@@ -52,14 +53,6 @@ def scorer():
 
 def drawn(n, d, seed=0, shift=0.0):
     return torch.randn(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64) * torch.linspace(0.5, 2, d) + shift
-
-
-def refused(call, *phrases: str) -> None:
-    with pytest.raises(ValueError) as error:
-        call()
-    message = str(error.value)
-    assert "\n" not in message and len(message) < 400, message
-    assert all(phrase in message for phrase in phrases), message
 
 
 # --- formulas ---

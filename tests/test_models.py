@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.nn.functional as F
+from test_bad_input import refused
 
 import hbsjd.models.checkpoints as checkpoints
 from hbsjd.models import vq
@@ -460,13 +461,6 @@ def saved(tmp_path):
     model = random_model(**TINY)
     write_weights(tmp_path / "tiny.safetensors", model.state_dict(), dict(config=TINY, command="test"))
     return tmp_path / "tiny.safetensors", model
-
-
-def refused(call, *phrases: str) -> None:
-    with pytest.raises(ValueError) as error:
-        call()
-    message = str(error.value)
-    assert "\n" not in message and all(phrase in message for phrase in phrases), message
 
 
 def test_weights_come_back_as_bf16_and_the_model_with_them(saved):
