@@ -10,6 +10,7 @@ stages="
 02_acceptance        1  8
 03_full_vs_compact   1  12
 04_distill           1  37
+05_quality           1  13
 06_exactness         1  8
 09_adaptive_window   1  10
 "
