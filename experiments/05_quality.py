@@ -181,12 +181,16 @@ def main(args) -> None:
     its = scene(args.scale, args.device, args.seed, scale["images"], extract)
     weights = {f"{name}-{seed}": checkpoints.fingerprint(model) for (name, seed), model in its.models.items()}
     config = dict(scale=args.scale, seed=args.seed, images=scale["images"], guidance=GUIDANCE, method=METHOD, threads=torch.get_num_threads(),
-                  extractor=extract.checksum, scorer=scorer.checksum, resamples=scale["resamples"], weights=weights)
+                  extractor=extract.checksum, scorer=scorer.checksum, resamples=scale["resamples"], student=weights[f"student-{args.seed}"])
     run = results.Run(STEM, args.scale, config, bench.device_name(args.device), KEYS, args.fresh)
     run.note(seed=args.seed, driver=bench.driver(args.device))
-    if len(run.done) == run.facts.get("rows"):
+    judged = run.facts.get("weights", {})
+    if other := [name for name in weights if judged.get(name, weights[name]) != weights[name]]:
+        raise ValueError(f"{', '.join(other)}: judged before with other weights; use --fresh")
+    if weights.keys() <= judged.keys() and len(run.done) == run.facts.get("rows"):
         print(f"{STEM}: every set has been judged")
         return
+    run.note(weights=judged | weights)
     print(f"{STEM}: {len(its.models) + 5} sets of {scale['images']} images, about {scale['minutes']} minutes on two cores")
 
     sets, scores = {}, {}
