@@ -16,15 +16,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from tqdm import tqdm
 
 from hbsjd import bench, data, results, rollout
 from hbsjd.models import checkpoints, llamagen, vq
+from hbsjd.sample import write_png
 
 STEM = "00_prepare"
 NAMES = ("small-tokenizer", "small-student", "small-teacher")
-CHECKPOINTS = Path(os.environ.get("HBSJD_CHECKPOINTS", results.ROOT / "checkpoints"))
 KEYS = ("model", "split", "metric", "step")
 CLASSES = ["Smileys & Emotion: face-smiling", "Smileys & Emotion: cat-face", "Smileys & Emotion: heart", "Animals & Nature: animal-mammal",
            "Animals & Nature: plant-flower", "Food & Drink: food-fruit", "People & Body: person-role", "Flags: country-flag",
@@ -192,7 +191,7 @@ def load_all(paths: dict[str, Path]) -> dict:
 
 def retrain(scale: str, seed: int, table, pixels) -> dict[str, Path]:
     """Train the three models one after the other; each ends as bf16 safetensors with its provenance. A finished one is not trained again."""
-    folder = CHECKPOINTS / STEM / f"{scale}-{results.config_hash(dict(seed=seed, recipes=RECIPES[scale]))}"
+    folder = results.CHECKPOINTS / STEM / f"{scale}-{results.config_hash(dict(seed=seed, recipes=RECIPES[scale]))}"
     paths = {name: folder / f"{name}.safetensors" for name in NAMES}
     tokenizer = None
     for (name, path), recipe in zip(paths.items(), RECIPES[scale]):
@@ -255,9 +254,7 @@ def draw_grid(run, models: dict, table, pixels, seed: int) -> None:
             pictures[f"{name}, guidance {guidance:g}"] = data.to_uint8(tokenizer.decode(tokens))
     mosaic = torch.cat([torch.cat(list(row), dim=-1) for row in pictures.values()], dim=-2)
     run.note(grid=dict(rows=list(pictures), columns=names))
-    partial_png = run.file("partial.png")
-    Image.fromarray(mosaic.permute(1, 2, 0).numpy()).save(partial_png)
-    os.replace(partial_png, run.file("grid.png"))
+    write_png(run.file("grid.png"), mosaic.permute(1, 2, 0).numpy())
 
 
 def main(args) -> None:

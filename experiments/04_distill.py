@@ -27,7 +27,6 @@ from hbsjd.models.guidance import Guided
 from hbsjd.models.llamagen import random_model
 
 STEM = "04_distill"
-CHECKPOINTS = Path(os.environ.get("HBSJD_CHECKPOINTS", results.ROOT / "checkpoints"))
 ARMS = {  # name: method, backend, seeds, fields of the configuration that differ
     "kd": ("kd", "ar", 1, {}),
     "seqkd": ("seqkd", "ar", 1, {}),
@@ -300,14 +299,14 @@ def main(args) -> None:
         shard(models.teacher)
     for arm, (_, _, seeds, _) in arms.items():
         for seed in range(args.seed, args.seed + seeds):
-            folder = CHECKPOINTS / STEM / args.scale / f"{arm}-seed{seed}"
+            folder = results.CHECKPOINTS / STEM / args.scale / f"{arm}-seed{seed}"
             if args.fresh and rank == 0:
                 shutil.rmtree(folder, ignore_errors=True)
             train(sheet, arm, seed, models, found, folder, weights, scale["steps"], scale["held_out"])
     if run:
         run.finish()
         if args.bundle:
-            bundle(CHECKPOINTS / STEM / "small", args.seed)
+            bundle(results.CHECKPOINTS / STEM / "small", args.seed)
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -6,13 +6,11 @@ Sampled images are kept in checkpoints/05_quality/<scale>/. Killed, it resumes w
 """
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from PIL import Image
 from tqdm import tqdm
 
 from hbsjd import bench, data, results
@@ -21,9 +19,9 @@ from hbsjd.features import Features, read_images
 from hbsjd.image_text import clip_scorer, image_text_scores, openmoji_prompts
 from hbsjd.models import checkpoints, vq
 from hbsjd.models.llamagen import random_model
+from hbsjd.sample import write_png
 
 STEM, DISTILLED = "05_quality", "04_distill"
-CHECKPOINTS = Path(os.environ.get("HBSJD_CHECKPOINTS", results.ROOT / "checkpoints"))
 ARMS = {"kd": 1, "seqkd": 1, "gkd-ar": 3, "gkd-hbsjd": 3, "gkd-hbsjd_probabilistic": 1, "varkd-ar": 1, "varkd-hbsjd": 1, "gkd-ar-horizon": 1}  # seeds
 BASELINES = ["student", "gkd-ar"]          # what every arm is compared with, image by image; and with its own method on AR
 SEEDS = ("gkd-ar", "gkd-hbsjd")            # these two, seed by seed
@@ -73,7 +71,7 @@ def distilled(scale: str, first: int) -> dict[tuple[str, int], Path]:
     """Of each arm and seed the result of 04_distill, of its first seed the bundled one where there is none; an arm without either is left out by name."""
     found = {}
     for arm, seed in ((arm, seed) for arm, seeds in ARMS.items() for seed in range(first, first + seeds)):
-        trained, bundled = CHECKPOINTS / DISTILLED / scale / f"{arm}-seed{seed}/model.safetensors", checkpoints.WEIGHTS / f"small-{arm}.safetensors"
+        trained, bundled = results.CHECKPOINTS / DISTILLED / scale / f"{arm}-seed{seed}/model.safetensors", checkpoints.WEIGHTS / f"small-{arm}.safetensors"
         if trained.exists():
             found[arm, seed] = trained
         elif seed == 0 and bundled.exists():
@@ -140,14 +138,14 @@ def difference_rows(scores: dict, first: int) -> list[dict]:
             if model not in (other, "student") and (other, first) in scores:
                 for name, score in found.items():
                     verdict = difference(score, scores[other, first][name])
-                    values = dict(value=verdict["difference"], low=verdict["low"], high=verdict["high"], verdict=verdict["verdict"])
-                    rows.append(dict(part="difference", model=model, seed=seed, against=other, score=name) | columns | values)
+                    verdict["value"] = verdict.pop("difference")
+                    rows.append(dict(part="difference", model=model, seed=seed, against=other, score=name) | columns | verdict)
     ours, theirs = ([found for (model, _), found in sorted(scores.items()) if model == name] for name in reversed(SEEDS))
     if len(ours) == len(theirs) > 1:
         for name in ours[0]:
             verdict = seed_difference(*([found[name].value for found in arm] for arm in (ours, theirs)))
-            values = dict(value=verdict["difference"], low=verdict["low"], high=verdict["high"], verdict=verdict["verdict"])
-            rows.append(dict(part="seeds", model=SEEDS[1], seed=first, against=SEEDS[0], score=name) | columns | values)
+            verdict["value"] = verdict.pop("difference")
+            rows.append(dict(part="seeds", model=SEEDS[1], seed=first, against=SEEDS[0], score=name) | columns | verdict)
     return rows
 
 
@@ -170,9 +168,7 @@ def draw_neighbours(run: results.Run, some: Set, scene: Scene, extract) -> None:
 
 def save(path: Path, rows: list[list[torch.Tensor]]) -> None:
     mosaic = torch.cat([torch.cat(row, dim=-1) for row in rows], dim=-2)
-    partial = path.with_suffix(".partial.png")
-    Image.fromarray(mosaic.permute(1, 2, 0).numpy()).save(partial)
-    os.replace(partial, path)
+    write_png(path, mosaic.permute(1, 2, 0).numpy())
 
 
 def main(args) -> None:
@@ -199,7 +195,7 @@ def main(args) -> None:
     for key, method in bar:
         name = f"{key[0]}-seed{key[1]}" + "-greedy" * (method == GREEDY)
         bar.set_postfix_str(name)
-        some = sampled(its, key, method, CHECKPOINTS / STEM / args.scale / run.facts["config_hash"] / name)
+        some = sampled(its, key, method, results.CHECKPOINTS / STEM / args.scale / run.facts["config_hash"] / name)
         found = judge(some, its, extract, scorer, scale["resamples"])
         if method == METHOD:
             sets[key], scores[key] = some, found

@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from hbsjd.api import resolve, rollout
-from hbsjd.calibration import IMAGES, clock, committed_means, whole_keys
+from hbsjd.calibration import IMAGES, committed_means, whole_keys
 from hbsjd.calibration import calibrate as calibrate
 from hbsjd.calibration import device_name as device_name
 from hbsjd.calibration import gamma as gamma
 from hbsjd.calibration import interleaved as interleaved
+from hbsjd.clock import clock
 from hbsjd.decoding.execution import Hybrid
 from hbsjd.decoding.noise import SHARED, perturbed_argmax, row_keys
 from hbsjd.decoding.types import Method, Policy, Rollout, wide

@@ -24,7 +24,6 @@ from hbsjd.results import Run
 
 STEM, GUIDANCE = "device_check", 2.0
 METHODS = ["ar", "ar_greedy", "hbsjd", "hbsjd_probabilistic", "hbsjd_gumbel", "hbsjd_adaptive", "hbsjd_greedy_adaptive"]
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SIZES = {
     "full": dict(batches=[8, 16, 32, 64], widths=(0, 2, 4, 8, 16, 32), given=0.5, tokens=None, control=8, size="b", shape={}),
     "reduced": dict(batches=[2], widths=(0, 2, 4), given=0.9, tokens=8, control=2, size="tiny", shape=dict(block_size=576)),
@@ -39,7 +38,7 @@ class Check:
 
     def __init__(self, name: str, model, scene: data.Scene, size: dict, dtype: str, device: str):
         self.name, self.size, self.dtype, self.device = name, size, dtype, device
-        self.model = copy.deepcopy(model).to(device, DTYPES[dtype])
+        self.model = copy.deepcopy(model).to(device, bench.DTYPES[dtype])
         self.guided, self.scene, self.calibrations, self.priors = Guided(self.model, GUIDANCE), scene, {}, {}
 
     def inputs(self, B: int):
@@ -128,7 +127,7 @@ def run_check(device: str, minutes: float, fresh: bool = False) -> pd.DataFrame:
         for cell in run.missing([row]):
             run.add(cell)
 
-    for dtype in tqdm(DTYPES, desc=STEM):
+    for dtype in tqdm(bench.DTYPES, desc=STEM):
         student = Check("small-student", scene.model, scene, size, dtype, device)
         large = Check(f"random llamagen-{size['size']}", shape, random_scene, size, dtype, device)
         for B in size["batches"]:
@@ -142,7 +141,7 @@ def run_check(device: str, minutes: float, fresh: bool = False) -> pd.DataFrame:
                 for row, out in student.rollouts(B, repeat):
                     keep(row)
                     keep(projected(large, B, repeat, row["method"], out))
-            if time.monotonic() > end - 60 * minutes * (1 - (list(DTYPES).index(dtype) + 1) / len(DTYPES)):
+            if time.monotonic() > end - 60 * minutes * (1 - (list(bench.DTYPES).index(dtype) + 1) / len(bench.DTYPES)):
                 break
     run.finish()
     return pd.DataFrame(rows)

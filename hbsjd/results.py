@@ -5,7 +5,7 @@
 
 The hash covers `config`: what changes the meaning of a row (scale, weights, seed, threads), never the lists that are swept. An edited
 list therefore adds rows to the same file. A second pair of the same name (`--fresh`) ends in `-2`, the next in `-3`: the older ones
-stay, and only the newest that has rows is read. $HBSJD_RESULTS, $HBSJD_FIGURES and $HBSJD_SCALE override the folders and the scale.
+stay, and only the newest that has rows is read. $HBSJD_RESULTS, $HBSJD_FIGURES, $HBSJD_CHECKPOINTS and $HBSJD_SCALE override the folders and the scale.
 """
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ except ImportError:  # Windows: two processes on one file are not kept apart
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(os.environ.get("HBSJD_RESULTS", ROOT / "results"))
 FIGURES = Path(os.environ.get("HBSJD_FIGURES", ROOT / "figures"))
+CHECKPOINTS = Path(os.environ.get("HBSJD_CHECKPOINTS", ROOT / "checkpoints"))
 PAPER = ROOT / "results" / "paper"
 SCALES = ("paper", "small", "smoke")  # the largest first
 SCHEMA_VERSION = 1
