@@ -10,7 +10,7 @@ stages="
 02_acceptance        1  8
 03_full_vs_compact   1  12
 04_distill           1  37
-05_quality           1  13
+05_quality           1  18
 06_exactness         1  8
 09_adaptive_window   1  10
 "
@@ -170,7 +170,7 @@ notebook() {
 trap '[ $? = 0 ] || echo "reproduce.sh: stopped in stage $stem; the same command${fresh:+ without --fresh} resumes (log: $log)" >&2' EXIT
 mkdir -p logs/notebooks
 while read -r stem minutes; do
-  say "== $stem"
+  say "== $stem, $((SECONDS / 60)) min $((SECONDS % 60)) s after the start"
   # shellcheck disable=SC2086 # one word per argument
   commands "$stem" | while read -r arguments; do
     case $arguments in

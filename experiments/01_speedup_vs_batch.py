@@ -18,14 +18,13 @@ from hbsjd.results import Run
 STEM = "01_speedup_vs_batch"
 METHODS = ["ar_greedy", "ar", "sjd_lockstep", "sjd_synchronous", "hbsjd_full", "hbsjd", "hbsjd_probabilistic", "hbsjd_gumbel", "hbsjd_adaptive",
            "hbsjd_greedy_adaptive"]
-OFTEN = ["ar_greedy", "ar", "hbsjd_probabilistic", "hbsjd_adaptive", "hbsjd_greedy_adaptive"]  # the comparison in more repeats than the others
 LARGE = ["ar_greedy", "ar", "hbsjd", "hbsjd_probabilistic", "hbsjd_gumbel", "hbsjd_adaptive", "hbsjd_greedy_adaptive"]  # at the largest batch
 SHORT = ["ar_greedy", "ar", "hbsjd", "hbsjd_probabilistic", "hbsjd_gumbel", "hbsjd_adaptive"]  # at prefix ratios other than HALF
 GUIDANCE, HALF = 2.0, 0.5
 BARE, BARE_TOKENS = 0.1, 48  # prefix ratio of the bare loop and its partner, and how many tokens they generate
 SWEEP = {
-    "smoke": dict(batches=[1, 4], ratios=[0.6], ratio_batch=4, dtype_batch=4, often=2, few=1, bare_batches=[4], bare_pairs=3, minutes=0.5),
-    "small": dict(batches=[1, 4, 16, 64], ratios=[0.2, 0.4, 0.6, 0.75], ratio_batch=16, dtype_batch=4, often=9, few=2,
+    "smoke": dict(batches=[1, 4], ratios=[0.6], ratio_batch=4, dtype_batch=4, repeats=2, few=1, bare_batches=[4], bare_pairs=3, minutes=0.5),
+    "small": dict(batches=[1, 4, 16, 64], ratios=[0.2, 0.4, 0.6, 0.75], ratio_batch=16, dtype_batch=4, repeats=5, few=2,
                   bare_batches=[16, 64], bare_pairs=21, minutes=11),
 }
 KEYS = ("method", "B", "prefix_ratio", "dtype", "repeat")
@@ -35,8 +34,8 @@ def cells(sweep: dict, fastest: dict[int, str]) -> list[dict]:
     """Every rollout to time, fewest at the largest batch, where the schedules are left to 03. At a batch size both sides use the dtype in which
     AR is faster; AR is timed in the other dtype too, and at one batch size so are the others. The bare loop is paired with AR on a few tokens."""
     few, most = sweep["few"], max(sweep["batches"])
-    often = {name: sweep["often"] if name in OFTEN else few for name in METHODS}
-    settings = [(B, HALF, fastest[B], often if B < most else dict.fromkeys(LARGE, few)) for B in sweep["batches"]]
+    methods = dict.fromkeys(METHODS, sweep["repeats"])
+    settings = [(B, HALF, fastest[B], methods if B < most else dict.fromkeys(LARGE, few)) for B in sweep["batches"]]
     B = sweep["ratio_batch"]
     settings += [(B, ratio, fastest[B], dict.fromkeys(SHORT, few)) for ratio in sweep["ratios"]]
     settings += [(B, BARE, fastest[B], dict.fromkeys(["ar", "bare_ar"], sweep["bare_pairs"])) for B in sweep["bare_batches"]]
