@@ -134,6 +134,8 @@ install
 [ "$mode" = figures ] || export HBSJD_SCALE=$mode # for the notebooks, which otherwise take the largest committed scale
 plan=$(echo "$stages" | awk -v mode="$mode" -v only=",$only," '
   NF && (only == ",," || index(only, "," substr($1, 1, 2) ",")) { print $1, (mode == "small" ? $3 : $2) }')
+[ -n "$only" ] || plan="$plan
+00_paper 0" # the page that sets all of them beside the paper
 commands() { # of a stage: its experiment, then its notebook, whichever there are
   [ "$mode" = figures ] || [ ! -f "experiments/$1.py" ] || echo "-m experiments.$1 --scale $mode${fresh:+ $fresh}"
   [ ! -f "notebooks/$1.ipynb" ] || echo "-m nbconvert --to notebook --execute --log-level WARN --output-dir logs/notebooks notebooks/$1.ipynb"

@@ -1,6 +1,8 @@
 """What the notebooks share: one plot style, paired speedups with intervals, figures and tables that come out the same byte for byte."""
 from __future__ import annotations
 
+from itertools import product
+
 import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
@@ -150,6 +152,70 @@ def beside(ours: pd.DataFrame, paper: pd.DataFrame) -> pd.DataFrame:
         table[name] = table[name].map(form.format, na_action="ignore")
     table = table.assign(method=table.method.map(label))[["method", *columns]]
     return table.rename(columns={name: heading for name, (heading, _) in columns.items()})
+
+
+def quantities(ours: pd.DataFrame, paper: pd.DataFrame, by: str, names: dict[str, str]) -> pd.DataFrame:
+    """The paper's numbers and ours, one row per setting, value of `by` and column of `names`, which says what it is called: "speedup, B = {}".
+
+    Both tables have the columns of `names` that were printed or measured. `low` and `high` of ours, where there are, belong to the last of them.
+    """
+    printed, found = {row[by]: row for row in paper.to_dict("records")}, {}
+    for row in ours.to_dict("records"):
+        found.setdefault(tuple(row[column] for column in SETTING), {})[row[by]] = row
+    lines = []
+    for setting, rows in (found or {(None, None): {}}).items():
+        for (column, name), key in product(names.items(), {**printed, **rows}):
+            row, last = rows.get(key, {}), column == list(names)[-1]
+            ends = dict(low=row.get("low"), high=row.get("high")) if last else {}
+            said = name.format(label(key) if isinstance(key, str) else key)
+            lines.append(dict(zip(SETTING, setting)) | dict(quantity=said, paper=printed.get(key, {}).get(column), ours=row.get(column)) | ends)
+    numbers = ["paper", "ours", "low", "high"]
+    table = pd.DataFrame(lines, columns=[*SETTING, "quantity", *numbers]).astype(dict.fromkeys(numbers, float))
+    return table.dropna(subset=["paper", "ours"], how="all").reset_index(drop=True)
+
+
+def compared(table: pd.DataFrame) -> pd.DataFrame:
+    """A table of `quantities`, written out."""
+    ends = [f" ({row.low:.4g} to {row.high:.4g})" if pd.notna(row.low) else "" for row in table.itertuples()]
+    ours = table.ours.map("{:.4g}".format, na_action="ignore") + ends
+    written = dict(quantity=table.quantity, paper=table.paper.map("{:.4g}".format, na_action="ignore"), ours=ours)
+    return pd.DataFrame(written | dict(device=table.device, configuration=table.config_hash))
+
+
+def check(table: pd.DataFrame, item: str, claims: dict[str, tuple]) -> pd.DataFrame:
+    """Whether what the paper's printed numbers say holds here, by setting. A claim names two quantities of the table, or numbers: the first is the larger.
+
+    `verdict`: "holds" and "does not hold" beyond the intervals of both, "within noise" where these overlap, "not measured".
+    """
+    table, lines = table.assign(low=table.low.fillna(table.ours), high=table.high.fillna(table.ours)), []
+    for setting, rows in table.groupby(SETTING, dropna=False):
+        values = rows.set_index("quantity")[["paper", "ours", "low", "high"]]
+        for claim, sides in claims.items():
+            more, less = (values.loc[side] if isinstance(side, str) else pd.Series(float(side), values.columns) for side in sides)
+            assert not more.paper <= less.paper, f"{item} does not say that {claim}"
+            verdict = "holds" if more.low > less.high else "does not hold" if more.high < less.low else "within noise"
+            pairs = {name: f"{more[name]:.4g}, {less[name]:.4g}" for name in ("paper", "ours")}
+            lines.append(dict(item=item, claim=claim) | pairs | dict(verdict=verdict) | dict(zip(SETTING, setting)))
+            if pd.isna(more.ours) or pd.isna(less.ours):
+                lines[-1] |= dict(ours=None, verdict=NOT_MEASURED)
+    return pd.DataFrame(lines)
+
+
+def verdicts(checked: pd.DataFrame) -> str:
+    """One sentence per device and verdict of a table of `check`."""
+    groups, several = checked.groupby(["device", "verdict"], sort=False, dropna=False), checked.device.nunique() > 1
+    return " ".join(f"{verdict.capitalize()}{f' on {device}' * several}: {'; '.join(rows.claim)}." for (device, verdict), rows in groups)
+
+
+def write_report(scale: str) -> None:
+    """figures/REPORT.md: every table of that folder, in the order of the experiments, with the figures of each above its tables."""
+    folder = figure_dir(scale)
+    tables = sorted(path for path in folder.glob("[0-9][0-9]_*.md"))
+    lines = [f"# All tables, {scale} scale"]
+    lines += ["Written by `notebooks/00_paper.ipynb` from the files beside it. What the columns mean: [results/README.md](../results/README.md)."]
+    for path in tables:
+        lines += [f"## {path.stem}", path.read_text(encoding="utf-8").strip()]
+    (folder / "REPORT.md").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
 
 
 def label(method: str) -> str:

@@ -3,7 +3,9 @@ import ast
 import hashlib
 import json
 import os
+import platform
 import re
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -18,6 +20,7 @@ from hbsjd import results
 
 NOTEBOOKS = sorted((results.ROOT / "notebooks").glob("*.ipynb"))
 EACH = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+TEXT = {".md", ".csv", *([".svg"] if (sys.platform, platform.machine()) == ("linux", "x86_64") else [])}
 IMPORTS = {"matplotlib", "numpy", "pandas", "seaborn", "hbsjd", "IPython"}
 
 
@@ -87,7 +90,7 @@ def test_its_stem_is_an_experiment(path):
     assert path.stem == "00_paper" or (results.ROOT / "experiments" / f"{path.stem}.py").exists()
 
 
-@pytest.mark.parametrize("stem", ["00_prepare", "05_quality"])
+@pytest.mark.parametrize("stem", ["00_paper", "00_prepare", "05_quality"])
 def test_openmoji_is_credited_where_its_pictures_are_shown(stem):
     text = "".join(cells(results.ROOT / "notebooks" / f"{stem}.ipynb", "markdown"))
     assert "OpenMoji" in text and "CC BY-SA 4.0" in text
@@ -342,8 +345,8 @@ def exactness(root, scale="small", device="Test CPU"):
     run.finish()
 
 
-MADE_UP = {"00_prepare": prepared, "01_speedup_vs_batch": timed, "02_acceptance": accepted, "03_full_vs_compact": executions, "04_distill": distilled,
-           "05_quality": judged, "06_exactness": exactness, "09_adaptive_window": adaptive}
+MADE_UP = {"00_paper": lambda root: None, "00_prepare": prepared, "01_speedup_vs_batch": timed, "02_acceptance": accepted, "03_full_vs_compact": executions,
+           "04_distill": distilled, "05_quality": judged, "06_exactness": exactness, "09_adaptive_window": adaptive}
 
 EXECUTE = """
 import json, os, sys
@@ -528,6 +531,23 @@ def test_first_differences_are_counted_per_compared_token(drawn):
     assert (identical.images, identical["tokens compared"], identical["tokens that differ"]) == (16, 2048, 0)
 
 
+def test_every_item_of_the_paper_has_its_number_ours_and_a_verdict(drawn):
+    text = "".join(cells(results.ROOT / "notebooks" / "00_paper.ipynb", "markdown"))
+    assert not [item for item in [f"## Table {n}:" for n in range(1, 11)] + [f"## Figure {n}:" for n in range(1, 5)] if item not in text]
+    items = {name: pd.read_csv(drawn / f"00_{name}.csv").set_index("quantity") for name in (*(f"table{n:02}" for n in range(1, 11)), "figure01", "figure03")}
+    assert items["table02"].paper["seconds of a rollout, SJD, batch-synchronous"] == "4.239" and items["table09"].paper.tolist() == [1.53, 1.5, 1.483]
+    assert items["table03"].ours["speedup over Full, HB-SJD (hybrid)"].startswith("1.2") and items["figure01"].ours.notna().all()
+    assert items["table05"].ours["speedup over AR, B = 32"] == items["table10"].paper["committed tokens per round, Maximal"] == "not measured"
+    assert {"4.96", "1.48"} <= set(items["table01"].paper) and items["table06"].paper["committed tokens per round, W = 24"] == "2.951"
+    claims = pd.read_csv(drawn / "00_claims.csv").set_index("claim")
+    assert set(claims["item"]) == {f"Table {n}" for n in range(1, 11)} | {"Figure 1", "Figure 3"}
+    assert claims.verdict["Hybrid is faster than Full"] == "holds" and claims.paper["Hybrid is faster than Full"] == "1.182, 1"
+    assert claims.verdict["one grid row commits more than 20/24 of one"] == "within noise"
+    assert "Holds:" in (drawn / "00_table03.md").read_text(encoding="utf-8")
+    report = (drawn / "REPORT.md").read_text(encoding="utf-8")
+    assert not [path.name for path in drawn.glob("0*.md") if path.read_text(encoding="utf-8").strip() not in report]
+
+
 def test_smoke_results_of_two_devices_draw_into_a_folder_of_their_own(tmp_path):
     timed(tmp_path / "results", "smoke", "Test CPU", (1, 4), repeats=2)
     timed(tmp_path / "results", "smoke", "Test GPU", (1, 4), repeats=2)
@@ -539,10 +559,16 @@ def test_smoke_results_of_two_devices_draw_into_a_folder_of_their_own(tmp_path):
 
 
 @EACH
-def test_it_runs_on_the_committed_results(path, tmp_path):
-    if not [scale for scale in ("paper", "small") if results.newest(results.RESULTS / path.stem / scale)]:
-        pytest.skip("no results are committed yet")
-    execute(tmp_path, results.RESULTS, results.default_scale(path.stem), [path])
+def test_committed_figures_are_those_of_the_committed_results(path, tmp_path):
+    """Tables everywhere, drawings where the committed ones were drawn; REPORT.md collects the tables of all notebooks, which are there beforehand."""
+    committed, drawn = {file.name: file for file in results.FIGURES.iterdir() if file.suffix in TEXT}, tmp_path / "figures"
+    drawn.mkdir()
+    for file in committed.values():
+        shutil.copy(file, drawn)
+    execute(tmp_path, results.RESULTS, results.default_scale(path.stem.replace("00_paper", "05_quality")), [path])
+    found = {file.name: file for file in drawn.iterdir() if file.suffix in TEXT}
+    assert found.keys() == committed.keys()
+    assert not [name for name, file in found.items() if file.read_text(encoding="utf-8") != committed[name].read_text(encoding="utf-8")]
 
 
 @pytest.mark.slow
@@ -588,6 +614,34 @@ def test_scores_of_several_seeds_show_their_range_and_of_one_its_interval():
     rows = pd.DataFrame(dict(model=["a", "a", "b"], value=[1.0, 3.0, 5.0], low=[0.0, 2.0, 4.0], high=[2.0, 4.0, 6.5])).assign(device="a", config_hash="b")
     table = report.pooled_scores(rows, ["model"])
     assert [report.ranged("{:.1f}", row) for row in table.itertuples()] == ["2.0 [1.0 to 3.0]", "5.0 (4.0 to 6.5)"]
+
+
+def test_printed_numbers_and_ours_stand_side_by_side():
+    from hbsjd import report
+
+    paper = pd.DataFrame(dict(B=[8, 16], ms=[5.0, 6.0], speedup=[1.4, 1.3]))
+    ours = pd.DataFrame(dict(B=[16, 64], speedup=[0.9, 1.1], low=[0.8, 1.0], high=[1.0, 1.2], device="a", config_hash="b"))
+    table = report.quantities(ours, paper, "B", {"ms": "ms, B = {}", "speedup": "speedup, B = {}"})
+    assert table.quantity.tolist() == ["ms, B = 8", "ms, B = 16", "speedup, B = 8", "speedup, B = 16", "speedup, B = 64"]
+    shown = report.shown(report.compared(table))
+    assert shown.ours.tolist() == ["not measured"] * 3 + ["0.9 (0.8 to 1)", "1.1 (1 to 1.2)"] and shown.paper.tolist()[3:] == ["1.3", "not measured"]
+    nothing = report.quantities(ours.iloc[:0], paper, "B", {"speedup": "speedup, B = {}"})
+    assert report.check(nothing, "Table 5", {"it is faster": ("speedup, B = 16", 1)}).verdict.tolist() == ["not measured"]
+
+
+def test_a_claim_is_the_papers_and_holds_beyond_the_intervals_only():
+    from hbsjd import report
+
+    values = dict(quantity=["a", "b", "c"], paper=[3.0, 2.0, 1.0], ours=[3.0, 2.5, 4.0], low=[2.5, 2.0, None], high=[3.5, 3.0, None])
+    table = pd.DataFrame(values).assign(device="a", config_hash="b")
+    claims = {"a over b": ("a", "b"), "a over c": ("a", "c"), "b over 1": ("b", 1)}
+    checked = report.check(table, "Table 2", claims)
+    assert checked.verdict.tolist() == ["within noise", "does not hold", "holds"] and checked.paper[1] == "3, 1"
+    assert report.verdicts(checked) == "Within noise: a over b. Does not hold: a over c. Holds: b over 1."
+    with pytest.raises(AssertionError, match="Table 2 does not say"):
+        report.check(table, "Table 2", {"c over a": ("c", "a")})
+    with pytest.raises(KeyError):
+        report.check(table, "Table 2", {"a misspelt quantity": ("A", "b")})
 
 
 def test_what_builds_on_another_experiment_takes_its_last_configuration_or_nothing(tmp_path, monkeypatch):

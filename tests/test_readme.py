@@ -3,6 +3,7 @@ import re
 import subprocess
 import sys
 
+import pandas as pd
 import pytest
 
 from hbsjd.results import ROOT
@@ -29,6 +30,15 @@ def test_local_links_lead_somewhere(link):
 def test_every_stage_is_in_the_map():
     for script in (ROOT / "experiments").glob("[0-9]*.py"):
         assert script.stem in README
+
+
+def test_its_results_are_those_of_the_figures():
+    """Every row of the table of results: the printed number and ours, as figures/00_*.csv have them."""
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in README.splitlines() if line.startswith("| [") and "](figures/00_" in line]
+    assert len(rows) >= 12
+    for item, quantity, printed, ours, command, _ in rows:
+        table = pd.read_csv(ROOT / f"{re.search(r'(figures/00_[a-z0-9]+)[.]md', item)[1]}.csv", dtype=str).set_index("quantity")
+        assert (printed, ours) == tuple(table.loc[quantity, ["paper", "ours"]]) and command.startswith("`bash reproduce.sh --only 0")
 
 
 def test_every_method_is_explained():
