@@ -1,8 +1,11 @@
 """The models of a scale: check and measure the bundled ones and draw what they make, or train them again from nothing (--retrain).
 
-Everything here runs on the CPU, whatever --device says. `--retrain` follows the recipes below on OpenMoji (up to 120 minutes on two cores),
+`smoke` and `small` run on the CPU, whatever --device says. `--retrain` follows the recipes below on OpenMoji (up to 120 minutes on two cores),
 writes to checkpoints/00_prepare/ and says how close it came to the bundled models. Killed, it resumes with the same command: every step's
 data depends on the seed and the step alone.
+
+`--scale paper --imagenet DIR` makes what the paper's models train on: DIR (ImageNet's train, a folder of images for each class) as codes of a
+tokenizer, in shards that `hbsjd.codes.open` reads, and checked.png beside them. Killed, it resumes with the same command.
 """
 from __future__ import annotations
 
@@ -18,13 +21,16 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from hbsjd import bench, data, results, rollout
+from hbsjd import bench, data, results, rollout, sample
+from hbsjd.codes import Codes, encode_folder, file_names, read_crop
 from hbsjd.models import checkpoints, llamagen, vq
 from hbsjd.sample import write_png
 
 STEM = "00_prepare"
 NAMES = ("small-tokenizer", "small-student", "small-teacher")
 KEYS = ("model", "split", "metric", "step")
+CHECKED = 8  # images of checked.png
+SAMPLE = "--model small-student --classes face-smiling,cat-face,plant-flower,transport-ground --per-class 8 --method hbsjd_gumbel --guidance 2"
 CLASSES = ["Smileys & Emotion: face-smiling", "Smileys & Emotion: cat-face", "Smileys & Emotion: heart", "Animals & Nature: animal-mammal",
            "Animals & Nature: plant-flower", "Food & Drink: food-fruit", "People & Body: person-role", "Flags: country-flag",
            "Travel & Places: transport-ground", "Travel & Places: time", "Symbols: zodiac", "Objects: book-paper"]
@@ -118,11 +124,15 @@ def train_tokenizer(table, pixels, folder: Path, seed: int, steps, batch, lr, re
 
 @torch.no_grad()
 def tokenizer_scores(model, images) -> dict:
-    """PSNR in dB over all pixels of uint8-range images in [-1, 1] (peak 2), and the share of codes that occur."""
+    """Mean PSNR, and the share of codes that occur."""
     codes = torch.cat([model.encode(chunk) for chunk in images.split(64)])
     out = torch.cat([model.decode(chunk) for chunk in codes.split(64)])
-    per_image = 10 * torch.log10(4 / (out - images).square().mean((1, 2, 3)))
-    return dict(psnr=per_image.mean().item(), codes_used=codes.unique().numel() / model.config.codebook_size)
+    return dict(psnr=psnr(out, images).mean().item(), codes_used=codes.unique().numel() / model.config.codebook_size)
+
+
+def psnr(out, images) -> torch.Tensor:
+    """In dB, of each image in [-1, 1] (peak 2), over all its pixels."""
+    return 10 * torch.log10(4 / (out - images).square().mean((1, 2, 3)))
 
 
 def train_model(size, smaller, tokenizer, table, pixels, folder: Path, seed: int, steps, batch, lr, lr_other, weight_decay, class_dropout, shift, shift_until):
@@ -257,7 +267,51 @@ def draw_grid(run, models: dict, table, pixels, seed: int) -> None:
     write_png(run.file("grid.png"), mosaic.permute(1, 2, 0).numpy())
 
 
+def draw_sample(run) -> None:
+    """README's picture, by README's command."""
+    if not run.file("sample.png").exists():
+        sample.main([*SAMPLE.split(), "--device", "cpu", "--out", str(run.file("sample.png"))])
+        run.note(sample=f"python -m hbsjd.sample {SAMPLE} --out samples.png")
+
+
+def encode_imagenet(args) -> None:
+    """`paper`: a folder of classes becomes codes, once."""
+    if not args.imagenet:
+        raise ValueError("--scale paper needs --imagenet DIR, a folder of images for each class (ImageNet's train); --scale small needs nothing")
+    if args.retrain or args.fresh:
+        raise ValueError("--scale paper goes on with what there is and trains nothing: leave --retrain and --fresh out, or give another --out")
+    name = Path(args.tokenizer).stem
+    folder = args.out or results.cache_dir() / f"imagenet-codes-{name}-{args.size}"
+    tokenizer = vq.load(args.tokenizer, device=args.device)
+    print(f"{STEM}: {args.imagenet} as codes of {name} at {args.size} px, into {folder}")
+    try:
+        made = encode_folder(args.imagenet, folder, tokenizer, args.size, batch=args.batch)
+    except torch.OutOfMemoryError:
+        raise ValueError(f"--batch {args.batch} images at a time do not fit into the GPU's memory: give fewer (finished shards are kept)") from None
+    found = draw_checked(folder, args.imagenet, made, tokenizer, args.size)
+    print(f"{len(made)} images of {made.num_classes} classes, {made.tokens} codes each; hbsjd.codes.open reads {folder}")
+    print(f"mean PSNR of the {len(found)} images in {folder / 'checked.png'}: {found.mean():.2f} dB")
+    if made.num_classes != 1000:
+        print(f"class ids are 0..{made.num_classes - 1} here; those that ImageNet's models know need all 1000 folders")
+
+
+@torch.no_grad()
+def draw_checked(folder: Path, source: Path, made: Codes, tokenizer, size: int) -> torch.Tensor:
+    """checked.png: a few images, and below each what decoding its codes gives. Their PSNR."""
+    rows, names = torch.linspace(0, len(made) - 1, min(CHECKED, len(made))).long(), file_names(folder)
+    pixels = torch.stack([read_crop(source / names[row], size) for row in rows.tolist()])
+    _, tokens = made.take(rows, torch.Generator().manual_seed(0))
+    decoded = tokenizer.decode(tokens.to(next(tokenizer.parameters()).device)).cpu()
+    mosaic = torch.cat([torch.cat(list(row), dim=-1) for row in (pixels, data.to_uint8(decoded))], dim=-2)
+    write_png(folder / "checked.png", mosaic.permute(1, 2, 0).numpy())
+    return psnr(decoded, data.to_unit(pixels))
+
+
 def main(args) -> None:
+    if args.scale == "paper":
+        return encode_imagenet(args)
+    if args.imagenet:
+        raise ValueError("--imagenet goes with --scale paper")
     small = args.scale == "small"
     table, pixels = data.openmoji() if small else data.drawn_images()
     if args.retrain or not small:
@@ -272,12 +326,18 @@ def main(args) -> None:
     models = load_all(paths)
     measure(run, models, paths, table, pixels)
     draw_grid(run, models, table, pixels, args.seed)
+    draw_sample(run)
     run.finish()
     if args.retrain and small:
         compare(paths)
 
 
 if __name__ == "__main__":
-    parser = bench.experiment(__doc__)
+    parser = bench.experiment(__doc__, scales=("smoke", "small", "paper"))
     parser.add_argument("--retrain", action="store_true", help="train the models of `small` again from nothing")
+    parser.add_argument("--imagenet", type=Path, metavar="DIR", help="for `paper`: a folder of images for each class")
+    parser.add_argument("--tokenizer", default="vq-16", help="for `paper`: a name of vq.load or a path (default: %(default)s)")
+    parser.add_argument("--size", type=int, default=384, help="for `paper`: pixels of an image's side (default: %(default)s)")
+    parser.add_argument("--batch", type=int, default=32, help="for `paper`: images encoded at a time (default: %(default)s)")
+    parser.add_argument("--out", type=Path, help="for `paper`: where the codes go (default: in $HBSJD_CACHE, by default ~/.cache/hbsjd)")
     bench.run_experiment(main, parser)

@@ -17,13 +17,14 @@ from hbsjd.decoding.schedules import Independent
 from hbsjd.decoding.state import State
 from hbsjd.decoding.types import Images, Method, Policy, Rollout
 from hbsjd.decoding.windows import Adaptive
+from hbsjd.models.captions import Captions, takes_captions
 from hbsjd.models.guidance import Guided
 
 
 @torch.no_grad()
 def rollout(
     model,
-    condition: torch.Tensor,
+    condition: torch.Tensor | Captions,
     prefix: torch.Tensor | list[torch.Tensor] | None = None,
     method: str | Method = "hbsjd_gumbel",
     *,
@@ -41,9 +42,10 @@ def rollout(
 ) -> Rollout:
     """Decode B images with a batched speculative Jacobi method (arXiv 2608.18183), or autoregressively with method "ar".
 
-    condition [B] class ids (the null class is `num_classes`); prefix [B, P] token ids, or a list of B 1-D tensors of any lengths;
-    method a name of `METHODS` or a `Method`; length the tokens of a whole image, prefix included (default: the model's grid);
-    images [B] ids that key each image's noise together with `seed` (default 0..B-1). Runs without gradients on condition's device.
+    condition [B] class ids (the null class is `num_classes`), or for a text-conditional (t2i) model B captions of any lengths, a
+    `hbsjd.models.captions.Captions`; prefix [B, P] token ids, or a list of B 1-D tensors of any lengths; method a name of `METHODS` or a
+    `Method`; length the tokens of a whole image, prefix included (default: the model's grid); images [B] ids that key each image's noise
+    together with `seed` (default 0..B-1). Runs without gradients on condition's device.
     Returns a `Rollout`. "ar" and "hbsjd_gumbel" give the same tokens for the same seed. Raises ValueError on bad input.
     """
     if isinstance(model, str):
@@ -106,13 +108,38 @@ def check_policy(policy: Policy, config) -> None:
         raise ValueError("a greedy method takes no temperature, top_k or top_p; use a sampling method such as 'hbsjd_gumbel' or 'ar'")
 
 
-def check_condition(condition, config) -> torch.Tensor:
+def check_condition(condition, config) -> torch.Tensor | Captions:
+    if takes_captions(config):
+        return check_captions(condition, config)
+    if isinstance(condition, Captions):
+        raise ValueError("this model takes class ids, and condition holds captions; pass [B] class ids, or a text-conditional (t2i) model")
     what = "condition must be a non-empty 1-D tensor of class ids"
     condition = integers(what, condition)
     if condition.ndim != 1 or len(condition) == 0:
         raise ValueError(f"{what}; got shape {tuple(condition.shape)}")
     if config.num_classes is not None and (condition.min() < 0 or condition.max() > config.num_classes):
         raise ValueError(f"class ids must lie in 0..{config.num_classes} (the last is the null class); got {condition.min()}..{condition.max()}")
+    return condition
+
+
+def check_captions(condition, config) -> Captions:
+    slots, size = config.cls_token_num, config.caption_dim
+    if not isinstance(condition, Captions):
+        raise ValueError("a text-conditional (t2i) model takes captions; make condition with hbsjd.models.captions (pad, read) or huggingface.t5_features")
+    shape, mask_BL = tuple(condition.features_BLC.shape), condition.mask_BL
+    if shape[1:] != (slots, size):
+        given = f"{shape[1]} x {shape[2]}; captions.pad(..., {slots}) makes the slots"
+        raise ValueError(f"captions for this model have {slots} slots x {size} features; condition has {given}")
+    if len(condition) == 0:
+        raise ValueError("condition must hold at least one caption; it is empty")
+    faults = {
+        "holds NaN or infinite features; compute them again, or in float32": ~condition.features_BLC.isfinite().flatten(1).all(1),
+        "has no token; leave it out, or give it one": ~mask_BL.any(1),
+        "is not left padded: its tokens must fill the last slots; use captions.pad": (mask_BL[:, :-1] & ~mask_BL[:, 1:]).any(1),
+    }
+    for fault, faulty_B in faults.items():
+        if faulty_B.any():
+            raise ValueError(f"caption {int(faulty_B.nonzero()[0])} of condition {fault}")
     return condition
 
 
@@ -148,12 +175,12 @@ def check_slots(slots: int | None, images: int) -> int:
     return min(slots, images)
 
 
-def check_images(images, condition: torch.Tensor) -> torch.Tensor:
+def check_images(images, condition: torch.Tensor | Captions) -> torch.Tensor:
     if images is None:
         return torch.arange(len(condition), device=condition.device)
     what = f"images must be {len(condition)} integer ids, one per condition"
     images = integers(what, images, condition.device)
-    if images.shape != condition.shape:
+    if images.shape != (len(condition),):
         raise ValueError(f"{what}; got shape {tuple(images.shape)}")
     return images
 

@@ -27,10 +27,10 @@ from hbsjd.results import Run
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def experiment(description: str) -> argparse.ArgumentParser:
+def experiment(description: str, scales: tuple[str, ...] = ("smoke", "small")) -> argparse.ArgumentParser:
     """The arguments that every experiment takes."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--scale", choices=("smoke", "small"), default="small", help="smoke: random tiny models; small: the bundled ones")
+    parser.add_argument("--scale", choices=scales, default="small", help="smoke: random tiny models; small: the bundled ones")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--fresh", action="store_true", help="measure everything again, into a new results file")

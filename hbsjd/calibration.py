@@ -17,6 +17,7 @@ from hbsjd.decoding.rules import Gumbel
 from hbsjd.decoding.state import State
 from hbsjd.decoding.types import Images, Method, Policy
 from hbsjd.decoding.windows import Adaptive, Fixed
+from hbsjd.models import captions
 from hbsjd.models.checkpoints import fingerprint
 from hbsjd.models.guidance import Guided
 from hbsjd.results import cache_dir, config_hash, cpu_name, write_json
@@ -57,7 +58,8 @@ def calibrate(model, rows: list[int], widths: list[int], device, repeats: int = 
     """
     T, most, per = model.config.block_size, max(rows), 2 if isinstance(model, Guided) else 1
     given = 3 * T // 4
-    condition, start = torch.zeros(most, dtype=torch.long, device=device), torch.full((most,), given, device=device)
+    classes, start = torch.zeros(most, dtype=torch.long, device=device), torch.full((most,), given, device=device)
+    condition = captions.noise(most, model.config, device) if captions.takes_captions(model.config) else classes
     cache = model.prefill(condition, torch.zeros(most, given, dtype=torch.long, device=device), start, given + max(widths) + 1)
     tokens = torch.zeros(most, max(widths) + 1, dtype=torch.long, device=device)
     positions = (start - 1)[:, None] + torch.arange(max(widths) + 1, device=device)
@@ -90,7 +92,7 @@ def crossing(compact: dict[int, float], full: float, batch: int) -> int:
 
 
 @torch.no_grad()
-def committed_means(model, method: Method, policy: Policy, widths, condition: torch.Tensor, prefix_BP: torch.Tensor, seed: int = 0) -> dict[int, float]:
+def committed_means(model, method: Method, policy: Policy, widths, condition, prefix_BP: torch.Tensor, seed: int = 0) -> dict[int, float]:
     """Mean committed tokens per round of an image at each width, over the next tokens after given prefixes."""
     means = {0: 1.0}
     for width in sorted(set(widths) - {0}):
@@ -103,19 +105,21 @@ def committed_means(model, method: Method, policy: Policy, widths, condition: to
 
 
 @torch.no_grad()
-def sampled_prefixes(model, method: Method, policy: Policy, device, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Classes spread over all there are, and the first half of an image sampled of each: what stands in for real prefixes where none are given."""
+def sampled_prefixes(model, method: Method, policy: Policy, device, seed: int = 0) -> tuple[torch.Tensor | captions.Captions, torch.Tensor]:
+    """Classes spread over all there are, or captions of noise, and the first half of an image sampled of each: they stand in for real ones."""
     classes, B = model.config.num_classes or 1, IMAGES
-    condition = torch.arange(B, device=device) * max(classes, B) // B % classes
+    spread = torch.arange(B, device=device) * max(classes, B) // B % classes
+    condition = captions.noise(B, model.config, device) if captions.takes_captions(model.config) else spread
     nothing = torch.zeros(B, 0, dtype=torch.long, device=device)
     method = replace(method, rule=Gumbel(), window=Fixed(8))
     return condition, continued(model, method, replace(policy, mode="sample"), condition, nothing, model.config.block_size // 2, seed).out
 
 
 def continued(model, method: Method, policy: Policy, condition, prefix_BP, length: int, seed: int) -> State:
-    start = torch.full_like(condition, prefix_BP.shape[1])
+    start = torch.full((len(condition),), prefix_BP.shape[1], device=prefix_BP.device)
+    ids = torch.arange(len(condition), device=start.device) if captions.takes_captions(model.config) else condition
     cache = model.prefill(condition, prefix_BP, start, length + method.window.W + 1)
-    return loop.rollout(State(model, cache, method, policy, Images(condition, prefix_BP, start, condition), length, len(condition)), KeyedNoise(seed))
+    return loop.rollout(State(model, cache, method, policy, Images(condition, prefix_BP, start, ids), length, len(condition)), KeyedNoise(seed))
 
 
 def adapted(method: Method, model, policy: Policy, slots: int, device) -> Method:

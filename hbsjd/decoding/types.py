@@ -11,7 +11,10 @@ import torch
 
 
 class DecodeModel(Protocol):
-    """All that decoding asks of a model, besides `config` (vocab_size, block_size, num_classes)."""
+    """All that decoding asks of a model, besides `config` (vocab_size, block_size, num_classes).
+
+    Of conditions, class ids or captions, decoding takes rows, `condition[rows]`, which it hands to `prefill`.
+    """
 
     config: Any
 
@@ -59,9 +62,9 @@ class Policy:
 
 @dataclass(frozen=True)
 class Images:
-    """What is to be decoded: N conditions, prefixes padded with 0, their lengths, and the ids that key the noise."""
+    """What is to be decoded: N conditions (class ids [N], or captions), prefixes padded with 0, their lengths, and the ids that key the noise."""
 
-    condition_N: torch.Tensor
+    condition_N: Any
     prefix_NP: torch.Tensor
     start_N: torch.Tensor
     id_N: torch.Tensor

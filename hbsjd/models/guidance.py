@@ -1,6 +1,7 @@
 """Classifier-free guidance as a wrapper of the model protocol: 2 B rows inside, B outside.
 
-Image b owns the physical rows 2 b (conditional) and 2 b + 1 (null class), so a slice of images is a slice of rows.
+Image b owns the physical rows 2 b (conditional) and 2 b + 1 (null: the null class, or a caption's unconditional
+embedding), so a slice of images is a slice of rows.
 """
 from __future__ import annotations
 
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 
 from hbsjd.decoding.types import wide
+from hbsjd.models.captions import Captions
 
 
 class Guided:
@@ -22,22 +24,25 @@ class Guided:
             raise ValueError("guidance needs a null class and this model has none; use guidance=1")
         self.model, self.scale, self.config = model, scale, model.config
 
-    def __call__(self, condition_B, tokens_BT):
-        return self.fuse(self.model(self.with_null(condition_B), tokens_BT.repeat_interleave(2, dim=0)))
+    def __call__(self, condition, tokens_BT):
+        return self.fuse(self.model(self.with_null(condition), tokens_BT.repeat_interleave(2, dim=0)))
 
-    def prefill(self, condition_B, prefix_BP, prefix_len_B, capacity: int, cache=None, rows=None):
+    def prefill(self, condition, prefix_BP, prefix_len_B, capacity: int, cache=None, rows=None):
         double = (x.repeat_interleave(2, dim=0) for x in (prefix_BP, prefix_len_B))
         if cache is None:
-            return PairedCache(self.model.prefill(self.with_null(condition_B), *double, capacity))
-        self.model.prefill(self.with_null(condition_B), *double, capacity, cache.inner, pairs(rows))
+            return PairedCache(self.model.prefill(self.with_null(condition), *double, capacity))
+        self.model.prefill(self.with_null(condition), *double, capacity, cache.inner, pairs(rows))
         return cache
 
     def step(self, tokens_RL, positions_RL, cache, rows):
         double = (x.repeat_interleave(2, dim=0) for x in (tokens_RL, positions_RL))
         return self.fuse(self.model.step(*double, cache.inner, pairs(rows)))
 
-    def with_null(self, condition_B):
-        return torch.stack([condition_B, torch.full_like(condition_B, self.config.num_classes)], dim=1).flatten()
+    def with_null(self, condition):
+        """[2 B]: every class id or caption, and after it its null one."""
+        if isinstance(condition, Captions):
+            return condition.with_null()
+        return torch.stack([condition, torch.full_like(condition, self.config.num_classes)], dim=1).flatten()
 
     def fuse(self, logits):
         conditional, null = wide(logits).unflatten(0, (-1, 2)).unbind(1)

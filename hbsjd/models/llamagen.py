@@ -1,9 +1,11 @@
-"""LlamaGen (arXiv 2406.06525): a class-conditional decoder over a square grid of image tokens, computed as the official code does.
+"""LlamaGen (arXiv 2406.06525): a decoder over a square grid of image tokens, behind a class (c2i) or a caption (t2i), computed as the official code does.
 
 Quirks that official weights rely on: rotary positions are 2-D (first half of the pairs the row, second half the column), pairs are
-interleaved, and the condition token has cos = sin = 0, so every attention logit to it is exactly 0 while its value still flows.
+interleaved, and condition tokens have cos = sin = 0, so every attention logit to them is exactly 0 while their values still flow.
+A caption takes the last of its slots; those before it are invisible, except to themselves.
 
 Shapes: B sequences (R physical rows in `step`), T image tokens, L inputs, S slots, N heads, D head dimension, V codes.
+A condition is class ids [B], or `Captions` of B.
 The cache holds keys and values at [row, slot], slot = cls_token_num + position; position -1 is the last condition token.
 """
 from __future__ import annotations
@@ -32,6 +34,7 @@ class Config:
     num_classes: int = 1000
     cls_token_num: int = 1
     model_type: str = "c2i"
+    caption_dim: int = 2048  # of a t2i model's caption features
     rope_base: float = 10000.0
     norm_eps: float = 1e-5
 
@@ -49,7 +52,10 @@ SIZES = {  # dim, layers, heads; parameters with 16384 codes and 1000 classes (t
     "l": dict(dim=1024, n_layer=24, n_head=16),      # 342,910,976
     "xl": dict(dim=1280, n_layer=36, n_head=20),     # 774,699,520
     "xxl": dict(dim=1536, n_layer=48, n_head=24),    # 1,410,972,672
+    "xxxl": dict(dim=2560, n_layer=48, n_head=40),   # 3,893,027,840
+    "1b": dict(dim=2048, n_layer=22, n_head=32),     # 1,199,616,000
     "3b": dict(dim=3200, n_layer=24, n_head=32),     # 3,096,659,200, head dimension 100
+    "7b": dict(dim=4096, n_layer=32, n_head=32),     # about 6.6 B
     "small-student": dict(dim=256, n_layer=6, n_head=4),   # 5.4 M
     "small-teacher": dict(dim=256, n_layer=18, n_head=4),  # 15.6 M
     "tiny": dict(dim=64, n_layer=2, n_head=2),       # random weights, for tests and `smoke`
@@ -60,8 +66,7 @@ class LlamaGen(nn.Module):
     def __init__(self, config: Config):
         super().__init__()
         self.config = config
-        self.cls_embedding = nn.Module()
-        self.cls_embedding.embedding_table = nn.Embedding(config.num_classes + 1, config.dim)  # the last row is the null class
+        self.cls_embedding = CaptionEmbedding(config) if config.model_type == "t2i" else ClassEmbedding(config)
         self.tok_embeddings = nn.Embedding(config.vocab_size, config.dim)
         self.layers = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = RMSNorm(config.dim, config.norm_eps)
@@ -72,24 +77,26 @@ class LlamaGen(nn.Module):
                 nn.init.normal_(module.weight, std=0.02)
         nn.init.zeros_(self.output.weight)
 
-    def forward(self, condition_B: torch.Tensor, tokens_BT: torch.Tensor) -> torch.Tensor:
+    def forward(self, condition, tokens_BT: torch.Tensor) -> torch.Tensor:
         """Teacher-forced logits [B, T, V]; [:, t] is the prediction of token t. No cache is touched and gradients flow."""
-        x_BTD = torch.cat([self.embed_condition(condition_B), self.tok_embeddings(tokens_BT[:, :-1])], dim=1)
+        embedded_BCD, caption_mask_BC = self.embed_condition(condition)
+        x_BTD = torch.cat([embedded_BCD, self.tok_embeddings(tokens_BT[:, :-1])], dim=1)
         rotary_T = self.rotate_by(torch.arange(x_BTD.shape[1], device=x_BTD.device))
+        attend = partial(attend_causally, caption_mask_BC=caption_mask_BC)
         for layer in self.layers:
-            x_BTD = layer(x_BTD, rotary_T, attend_causally)
+            x_BTD = layer(x_BTD, rotary_T, attend)
         return self.output(self.norm(x_BTD[:, self.config.cls_token_num - 1 :]))
 
     @torch.no_grad()
-    def prefill(self, condition_B, prefix_BP, prefix_len_B, capacity: int, cache: Cache | None = None, rows=None) -> Cache:
+    def prefill(self, condition, prefix_BP, prefix_len_B, capacity: int, cache: Cache | None = None, rows=None) -> Cache:
         """Write the condition and every prefix token but each row's last into `cache` (a new one, or `rows` of a live one).
 
         `capacity` counts image positions. A row shorter than P leaves stale entries behind it, which `step` overwrites before they are seen.
         """
-        embedded = self.embed_condition(condition_B)
+        embedded, caption_mask_BC = self.embed_condition(condition)
         if cache is None:
-            cache, rows = Cache(self.config, len(condition_B), capacity, embedded), slice(None)
-        cache.condition[rows] = embedded[:, -1]
+            cache, rows = Cache(self.config, len(condition), capacity, embedded), slice(None)
+        cache.admit(rows, embedded[:, -1], caption_mask_BC)
         index_B = torch.arange(cache.rows, device=embedded.device)[rows]
         rotary_L = self.rotate_by(torch.arange(embedded.shape[1] + max(prefix_BP.shape[1] - 1, 0), device=embedded.device))
         rows_at_once = max(1, PREFILL_TOKENS // len(rotary_L))
@@ -110,8 +117,9 @@ class LlamaGen(nn.Module):
             x_RLD = layer(x_RLD, rotary_RL, partial(round_.attend, i))
         return self.output(self.norm(x_RLD))
 
-    def embed_condition(self, condition_B):
-        return self.cls_embedding.embedding_table(condition_B)[:, None]
+    def embed_condition(self, condition):
+        """Embeddings [B, cls_token_num, dim] of class ids or captions, and which of these slots hold a caption's token (None: class ids)."""
+        return self.cls_embedding(condition), condition.mask_BL if self.config.model_type == "t2i" else None
 
     def rotate_by(self, slots):
         """Rotations of the given slots; a slot past the last token takes the last one's (it is never attended by a live query)."""
@@ -126,6 +134,37 @@ def random_model(size: str = "tiny", seed: int = 0, **overrides) -> LlamaGen:
         model = LlamaGen(Config(**SIZES[size] | overrides))
         nn.init.normal_(model.output.weight, std=0.3)
     return model.eval()
+
+
+class ClassEmbedding(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.embedding_table = nn.Embedding(config.num_classes + 1, config.dim)  # the last row is the null class
+
+    def forward(self, classes_B):
+        return self.embedding_table(classes_B)[:, None]
+
+
+class CaptionEmbedding(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.cap_proj = Projection(config)
+        learned = torch.randn(config.cls_token_num, config.caption_dim) * config.caption_dim**-0.5
+        self.register_buffer("uncond_embedding", learned)  # learned, although official models hold it as a buffer
+
+    def forward(self, captions):
+        features_BLC = captions.features_BLC.to(self.uncond_embedding.dtype)
+        return self.cap_proj(torch.where(captions.null_B[:, None, None], self.uncond_embedding, features_BLC))
+
+
+class Projection(nn.Module):
+    def __init__(self, config: Config):
+        super().__init__()
+        self.fc1 = nn.Linear(config.caption_dim, config.dim, bias=False)
+        self.fc2 = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x):
+        return self.fc2(F.gelu(self.fc1(x), approximate="tanh"))
 
 
 class Block(nn.Module):

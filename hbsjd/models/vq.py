@@ -8,13 +8,18 @@ Shapes: B images, H x W pixels, h x w codes, T = h * w, C channels, K codes, D c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from math import isqrt
+from pathlib import Path
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from hbsjd.models.checkpoints import WEIGHTS, default_device, read_config, read_weights, weights_path
+from hbsjd.models.checkpoints import WEIGHTS, assemble, read_config, verified, weights_path
+from hbsjd.models.official import TOKENIZERS, WRAPPERS, converted, numbered
+
+PIXELS_AT_ONCE = 8 * 384 * 384  # in one forward: VQ-16 takes about 0.4 GB for an image of 384 x 384 in float32
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,8 @@ class VQModel(nn.Module):
         shape, d = tuple(images_B3HW.shape), self.config.downsample
         if len(shape) != 4 or shape[1] != 3 or shape[2] % d or shape[3] % d:
             raise ValueError(f"images must be [B, 3, H, W] with H and W multiples of {d}; got {shape}")
-        return self.quantize.nearest(self.features(images_B3HW))
+        some = images_B3HW.split(at_once(shape[2] * shape[3]))
+        return torch.cat([self.quantize.nearest(self.features(images)) for images in some])
 
     @torch.no_grad()
     def decode(self, codes_BT: torch.Tensor, clamp: bool = True) -> torch.Tensor:
@@ -74,17 +80,42 @@ class VQModel(nn.Module):
             raise ValueError(f"codes must be [B, T] with T a square number; got {tuple(codes_BT.shape)}")
         if codes_BT.numel() and (codes_BT.min() < 0 or codes_BT.max() >= K):
             raise ValueError(f"codes must lie in 0..{K - 1}; got {codes_BT.min()}..{codes_BT.max()}")
-        images = self.render(self.quantize.codebook()[codes_BT])
+        codebook, some = self.quantize.codebook(), codes_BT.split(at_once(codes_BT.shape[1] * self.config.downsample**2))
+        images = torch.cat([self.render(codebook[codes]) for codes in some])
         return images.clamp(-1, 1) if clamp else images
 
 
-def load(name: str, *, dtype: torch.dtype = torch.float32, device: str | torch.device | None = None) -> VQModel:
-    """The bundled tokenizer "small", or the path of a `.safetensors` file with its `.json` beside it; eval mode."""
-    path = WEIGHTS / "small-tokenizer.safetensors" if name == "small" else weights_path(name, ("small",))
-    state, provenance = read_weights(path)
-    model = VQModel(read_config(VQConfig, path, provenance))
-    model.load_state_dict(state)
-    return model.to(device or default_device(), dtype).eval()
+def load(name: str | Path, *, dtype: torch.dtype = torch.float32, device: str | torch.device | None = None) -> VQModel:
+    """A tokenizer in eval mode: the bundled "small", an official one by name ("vq-16", "vq-16-t2i"), or by path.
+
+    A path is a `.safetensors` file with our `.json` beside it, or an official file, whose sizes are read off its shapes and whose averaged weights
+    ("ema") are taken where it has them. The rest is as in hbsjd.load_model.
+    """
+    path = WEIGHTS / "small-tokenizer.safetensors" if name == "small" else weights_path(name, ("small",), TOKENIZERS)
+    if path:
+        config = read_config(VQConfig, path, verified(path))
+    else:
+        path, config = converted(name, TOKENIZERS, VQModel, partial(official_config, name), ("ema", *WRAPPERS))
+    return assemble(VQModel, config, path, dtype, device)
+
+
+def official_config(name: str | Path, file: str, shapes: dict[str, tuple[int, ...]]) -> VQConfig:
+    """Sizes of an official tokenizer from the shapes of its weights; by name they must be those of VQ-16."""
+    try:
+        ch = shapes["encoder.conv_in.weight"][0]
+        levels, blocks = numbered(shapes, "encoder.conv_blocks."), numbered(shapes, "encoder.conv_blocks.0.res.")
+        ch_mult = tuple(shapes[f"encoder.conv_blocks.{i}.res.0.conv1.weight"][0] // ch for i in range(levels))
+        config = VQConfig(ch, ch_mult, blocks, shapes["encoder.conv_out.weight"][0], *shapes["quantize.embedding.weight"])
+    except KeyError as missing:
+        raise ValueError(f"{file} holds no VQ tokenizer, or not all of it: {missing.args[0]} is missing; take the whole official file") from None
+    if name in TOKENIZERS and config != CONFIGS["vq-16"]:
+        raise ValueError(f"{file} holds another tokenizer than {name} ({config}); get the file of that name, or load this one by its path")
+    return config
+
+
+def at_once(pixels: int) -> int:
+    """How many images of so many pixels go through the networks in one forward."""
+    return max(1, PIXELS_AT_ONCE // max(1, pixels))
 
 
 class VectorQuantizer(nn.Module):
