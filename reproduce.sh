@@ -6,13 +6,13 @@ cd "$(dirname "$0")"
 # One line per stage: the stem of experiments/STEM.py and notebooks/STEM.ipynb, minutes at smoke, minutes at small.
 stages="
 00_prepare           1  1
-01_speedup_vs_batch  1  13
-02_acceptance        1  8
-03_full_vs_compact   1  12
-04_distill           1  37
-05_quality           1  18
-06_exactness         1  8
-09_adaptive_window   1  10
+01_speedup_vs_batch  1  8
+02_acceptance        1  6
+03_full_vs_compact   1  8
+04_distill           1  38
+05_quality           1  24
+06_exactness         1  6
+09_adaptive_window   1  12
 "
 
 usage() {

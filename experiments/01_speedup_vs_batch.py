@@ -25,7 +25,7 @@ BARE, BARE_TOKENS = 0.1, 48  # prefix ratio of the bare loop and its partner, an
 SWEEP = {
     "smoke": dict(batches=[1, 4], ratios=[0.6], ratio_batch=4, dtype_batch=4, repeats=2, few=1, bare_batches=[4], bare_pairs=3, minutes=0.5),
     "small": dict(batches=[1, 4, 16, 64], ratios=[0.2, 0.4, 0.6, 0.75], ratio_batch=16, dtype_batch=4, repeats=5, few=2,
-                  bare_batches=[16, 64], bare_pairs=21, minutes=11),
+                  bare_batches=[16, 64], bare_pairs=21, minutes=8),
 }
 KEYS = ("method", "B", "prefix_ratio", "dtype", "repeat")
 

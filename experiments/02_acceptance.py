@@ -30,7 +30,7 @@ TOP_KS = [16, 64, 0]
 BIN = 0.5                                          # of entropy, in nats
 SIZES = {
     "smoke": dict(windows=[2, 4, 16], repeats=1, window_repeats=2, minutes=0.2),
-    "small": dict(windows=[2, 4, 8, 12, 16, 24, 32], repeats=2, window_repeats=3, minutes=8),
+    "small": dict(windows=[2, 4, 8, 12, 16, 24, 32], repeats=2, window_repeats=3, minutes=6),
 }
 RULES = {"Greedy": Greedy(), "Probabilistic": Probabilistic(), "Maximal": Maximal(), "Gumbel": Gumbel()}
 SAMPLED = ["Probabilistic", "Maximal", "Gumbel"]   # a greedy rollout takes no temperature and no top-k

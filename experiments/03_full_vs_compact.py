@@ -38,7 +38,7 @@ GUIDANCE, HALF = 2.0, 0.5
 SERVED_RATIO, SPREAD = 0.8, 0.15  # parts batches and refill: each image has a prefix of its own length, within this around the mean
 SWEEP = {
     "smoke": dict(batches=[4, 8], repeats=2, execution_repeats=3, latency_repeats=2, served=16, slots=4, minutes=0.3),
-    "small": dict(batches=[16, 64], repeats=2, execution_repeats=3, latency_repeats=3, served=256, slots=32, minutes=11),
+    "small": dict(batches=[16, 64], repeats=2, execution_repeats=3, latency_repeats=3, served=256, slots=32, minutes=8),
 }
 KEYS = ("part", "method", "B", "slots", "W", "gamma", "active", "prefix_ratio", "repeat")
 

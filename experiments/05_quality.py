@@ -28,7 +28,7 @@ SEEDS = ("gkd-ar", "gkd-hbsjd")            # these two, seed by seed
 GUIDANCE, METHOD, SLOTS = 2.0, "hbsjd_adaptive", 64
 GREEDY = "hbsjd_greedy_adaptive"           # the student's greedy images beside its sampled ones
 GRID, NEIGHBOURS = 10, 6                   # images in the two pictures
-SCALES = {"smoke": dict(images=8, resamples=10, minutes=0.5), "small": dict(images=512, resamples=100, minutes=18)}
+SCALES = {"smoke": dict(images=8, resamples=10, minutes=0.5), "small": dict(images=512, resamples=100, minutes=24)}
 KEYS = ("part", "model", "seed", "against", "score")
 
 

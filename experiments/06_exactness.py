@@ -46,7 +46,7 @@ COMPARED = {ONE_BY_ONE: "ar", WIDE: "ar", "hbsjd_gumbel": "ar", "hbsjd": "ar_gre
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 SIZES = {
     "smoke": dict(prefixes=2, samples=200, images=4, identical=8, batch=4, repeats=2, minutes=0.4),
-    "small": dict(prefixes=20, samples=1000, images=16, identical=256, batch=64, repeats=9, minutes=9),
+    "small": dict(prefixes=20, samples=1000, images=16, identical=256, batch=64, repeats=9, minutes=6),
 }
 KEYS = ("part", "method", "setting", "item")
 
