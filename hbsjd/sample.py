@@ -67,10 +67,10 @@ def labels(n: int, num_classes: int, how: str = "iid", *, frequency: torch.Tenso
 
 @torch.no_grad()
 def sample_images(
-    model, tokenizer, condition_N: torch.Tensor, folder: str | Path, method: str | Method = "hbsjd_adaptive", *, guidance: float = 1.0,
+    model, tokenizer, condition_N: torch.Tensor | captions.Captions, folder: str | Path, method: str | Method = "hbsjd_adaptive", *, guidance: float = 1.0,
     temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0, slots: int = 32, batch: int = 128, resize: int | None = None,
 ) -> Samples:
-    """One image per class id of `condition_N`, as 000000.png ... in `folder`, then all of them as samples.npz (`arr_0`, uint8 [N, H, W, 3]).
+    """One image per class id or caption of `condition_N`, as 000000.png ... in `folder`, then all of them as samples.npz (`arr_0`, uint8 [N, H, W, 3]).
 
     Ids 0..N-1 key the noise: greedy and Gumbel methods give the same images in any `batch` (images per rollout) and `slots` (decoded at a time).
     `resize`: bicubic, in pixels, before values are clamped, as LlamaGen does from 384 to 256. The same call goes on after a kill, which loses at
@@ -86,8 +86,8 @@ def sample_images(
     check_policy(policy, model.config)
     settings = dict(
         model=fingerprint(model), dtype=str(next(model.parameters()).dtype), tokenizer=fingerprint(tokenizer), method=str(method), guidance=guidance,
-        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, resize=resize, labels=condition_N.tolist(),
-    )
+        temperature=temperature, top_k=top_k, top_p=top_p, seed=seed, resize=resize,
+    ) | (dict(captions=condition_N.checksum) if isinstance(condition_N, captions.Captions) else dict(labels=condition_N.tolist()))
     facts = opened(folder, settings)
     todo = [i for i in range(len(condition_N)) if not image_file(folder, i).exists()]
     how = dict(seed=seed, slots=slots, batch=batch, resize=resize, title=folder.name)

@@ -24,6 +24,8 @@ from hbsjd.models import cache, captions, huggingface
 from hbsjd.models.captions import Captions
 from hbsjd.models.guidance import Guided
 from hbsjd.models.llamagen import LlamaGen, random_model
+from hbsjd.models.vq import VQConfig, VQModel
+from hbsjd.sample import sample_images
 
 T, SLOTS, SIZE = 16, 6, 5
 LENGTHS = (1, SLOTS, 3, 2, 5)
@@ -363,6 +365,13 @@ def test_a_timed_model_takes_captions():
     """A wrapper that has no more than prefill, step and config works under guidance."""
     out, figures = timed_rollout(t2i(), prompts(), PREFIX, "hbsjd_gumbel", guidance=2.0)
     assert torch.equal(out.tokens, hbsjd.rollout(t2i(), prompts(), PREFIX, guidance=2.0).tokens) and figures["seconds"] > 0
+
+
+def test_images_of_captions_are_kept_and_gone_on_with(tmp_path):
+    model, tokenizer = t2i(torch.float32), VQModel(VQConfig(ch=32, ch_mult=(1, 1), num_res_blocks=1, z_channels=32, codebook_size=V)).eval()
+    made = [sample_images(model, tokenizer, prompts(), tmp_path / "a", "hbsjd", batch=n) for n in (2, 5)]
+    assert made[0] == made[1] and made[0].images == len(LENGTHS)
+    refused(lambda: sample_images(model, tokenizer, prompts(seed=1), tmp_path / "a", "hbsjd"), "another captions")
 
 
 # ---- the model's size -------------------------------------------------------------------------------------------------------------------------

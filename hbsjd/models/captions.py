@@ -6,6 +6,7 @@ Shapes: B captions, L condition slots, C features of a token.
 """
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -51,6 +52,11 @@ class Captions:
 
     def to(self, device) -> Captions:
         return Captions(self.features_BLC.to(device), self.mask_BL.to(device), self.null_B.to(device))
+
+    @property
+    def checksum(self) -> str:
+        """Of features and mask, to tell one batch of captions from another."""
+        return hashlib.sha256(b"".join(x.float().cpu().numpy().tobytes() for x in (self.features_BLC, self.mask_BL, self.null_B))).hexdigest()[:16]
 
     def with_null(self) -> Captions:
         """[2 B]: every caption, and after it the unconditional embedding under the same mask."""
