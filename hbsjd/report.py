@@ -208,12 +208,11 @@ def verdicts(checked: pd.DataFrame) -> str:
 
 
 def write_report(scale: str) -> None:
-    """figures/REPORT.md: every table of that folder, in the order of the experiments, with the figures of each above its tables."""
+    """figures/REPORT.md: every table of that folder, with the text above it, in the order of their names."""
     folder = figure_dir(scale)
-    tables = sorted(path for path in folder.glob("[0-9][0-9]_*.md"))
     lines = [f"# All tables, {scale} scale"]
     lines += ["Written by `notebooks/00_paper.ipynb` from the files beside it. What the columns mean: [results/README.md](../results/README.md)."]
-    for path in tables:
+    for path in sorted(folder.glob("[0-9][0-9]_*.md")):
         lines += [f"## {path.stem}", path.read_text(encoding="utf-8").strip()]
     (folder / "REPORT.md").write_text("\n\n".join(lines) + "\n", encoding="utf-8")
 

@@ -160,7 +160,7 @@ def paper(name: str) -> pd.DataFrame:
 
 
 def cache_dir() -> Path:
-    """Where rendered images and calibrations are kept: $HBSJD_CACHE, by default ~/.cache/hbsjd."""
+    """Where rendered images, calibrations, converted official weights and codes are kept: $HBSJD_CACHE, by default ~/.cache/hbsjd."""
     return Path(os.environ.get("HBSJD_CACHE", "~/.cache/hbsjd")).expanduser()
 
 

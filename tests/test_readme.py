@@ -39,6 +39,9 @@ def test_its_results_are_those_of_the_figures():
     for item, quantity, printed, ours, command, _ in rows:
         table = pd.read_csv(ROOT / f"{re.search(r'(figures/00_[a-z0-9]+)[.]md', item)[1]}.csv", dtype=str).set_index("quantity")
         assert (printed, ours) == tuple(table.loc[quantity, ["paper", "ours"]]) and command.startswith("`bash reproduce.sh --only 0")
+    verdicts = pd.read_csv(ROOT / "figures/00_claims.csv").verdict
+    hold, noise, fail = ((verdicts == verdict).sum() for verdict in ("holds", "within noise", "does not hold"))
+    assert f"Of {len(verdicts)} claims that the printed numbers make, {hold} hold here, {noise} are within noise, {fail} do not hold." in README
 
 
 def test_every_method_is_explained():
