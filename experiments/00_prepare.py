@@ -24,7 +24,7 @@ from tqdm import tqdm
 from hbsjd import bench, data, results, rollout, sample
 from hbsjd.codes import Codes, encode_folder, file_names, read_crop
 from hbsjd.models import checkpoints, llamagen, vq
-from hbsjd.sample import write_png
+from hbsjd.sample import write_mosaic
 
 STEM = "00_prepare"
 NAMES = ("small-tokenizer", "small-student", "small-teacher")
@@ -262,9 +262,8 @@ def draw_grid(run, models: dict, table, pixels, seed: int) -> None:
         for guidance in (1.0, 2.0):
             tokens = rollout(model, condition, guidance=guidance, seed=seed).tokens
             pictures[f"{name}, guidance {guidance:g}"] = data.to_uint8(tokenizer.decode(tokens))
-    mosaic = torch.cat([torch.cat(list(row), dim=-1) for row in pictures.values()], dim=-2)
     run.note(grid=dict(rows=list(pictures), columns=names))
-    write_png(run.file("grid.png"), mosaic.permute(1, 2, 0).numpy())
+    write_mosaic(run.file("grid.png"), pictures.values())
 
 
 def draw_sample(run) -> None:
@@ -302,8 +301,7 @@ def draw_checked(folder: Path, source: Path, made: Codes, tokenizer, size: int) 
     pixels = torch.stack([read_crop(source / names[row], size) for row in rows.tolist()])
     _, tokens = made.take(rows, torch.Generator().manual_seed(0))
     decoded = tokenizer.decode(tokens.to(next(tokenizer.parameters()).device)).cpu()
-    mosaic = torch.cat([torch.cat(list(row), dim=-1) for row in (pixels, data.to_uint8(decoded))], dim=-2)
-    write_png(folder / "checked.png", mosaic.permute(1, 2, 0).numpy())
+    write_mosaic(folder / "checked.png", (pixels, data.to_uint8(decoded)))
     return psnr(decoded, data.to_unit(pixels))
 
 

@@ -46,7 +46,7 @@ CODES_PER_GROUP = 4  # VarKD's codebook relaxation
 COMMON = dict(learning_rate=2e-4, warmup_steps=10, rollout_guidance=2.0, teacher_guidance=1.0, loss_guidance=1.0, batch=8, micro_batch=8)
 SCALES = {
     "smoke": dict(steps=4, held_out=4, repeats=2, minutes=0.5),
-    "small": dict(steps=80, held_out=64, repeats=5, minutes=37),
+    "small": dict(steps=80, held_out=64, repeats=5, minutes=38),
 }
 KEYS = ("part", "arm", "backend", "dtype", "seed", "step", "repeat")
 

@@ -19,7 +19,7 @@ from hbsjd.features import Features, read_images
 from hbsjd.image_text import clip_scorer, image_text_scores, openmoji_prompts
 from hbsjd.models import checkpoints, vq
 from hbsjd.models.llamagen import random_model
-from hbsjd.sample import write_png
+from hbsjd.sample import write_mosaic
 
 STEM, DISTILLED = "05_quality", "04_distill"
 ARMS = {"kd": 1, "seqkd": 1, "gkd-ar": 3, "gkd-hbsjd": 3, "gkd-hbsjd_probabilistic": 1, "varkd-ar": 1, "varkd-hbsjd": 1, "gkd-ar-horizon": 1}  # seeds
@@ -153,7 +153,7 @@ def draw_grid(run: results.Run, sets: dict) -> None:
     """Fig. 4: the same classes and the same noise, one row a model."""
     names = [key for key in sets if key[1] == min(seed for _, seed in sets)]
     run.note(grid=dict(rows=[name for name, _ in names]))
-    save(run.file("grid.png"), [list(sets[key].images[:GRID]) for key in names])
+    write_mosaic(run.file("grid.png"), [list(sets[key].images[:GRID]) for key in names])
 
 
 def draw_neighbours(run: results.Run, some: Set, scene: Scene, extract) -> None:
@@ -163,12 +163,7 @@ def draw_neighbours(run: results.Run, some: Set, scene: Scene, extract) -> None:
     nearest = torch.cdist(found, reference).topk(3, largest=False)
     usual = torch.cdist(reference, reference).topk(2, largest=False).values[:, 1].median().item()
     run.note(neighbours=dict(of=some.model, distances=nearest.values.tolist(), real_to_nearest_real=usual))
-    save(run.file("neighbours.png"), [[image, *scene.real[scene.rest[rows]]] for image, rows in zip(some.images, nearest.indices)])
-
-
-def save(path: Path, rows: list[list[torch.Tensor]]) -> None:
-    mosaic = torch.cat([torch.cat(row, dim=-1) for row in rows], dim=-2)
-    write_png(path, mosaic.permute(1, 2, 0).numpy())
+    write_mosaic(run.file("neighbours.png"), [[image, *scene.real[scene.rest[rows]]] for image, rows in zip(some.images, nearest.indices)])
 
 
 def main(args) -> None:

@@ -11,7 +11,7 @@ import re
 import sys
 import tempfile
 import zipfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from difflib import get_close_matches
 from math import ceil
@@ -166,6 +166,12 @@ def write_png(path: Path, image: np.ndarray, **texts: str) -> None:
         info.add_text(key, text)
     Image.fromarray(image).save(partial, "PNG", pnginfo=info)
     os.replace(partial, path)
+
+
+def write_mosaic(path: Path, rows: Iterable[Iterable[torch.Tensor]]) -> None:
+    """One picture of rows of images [3, H, W] uint8, all rows equally long."""
+    mosaic_3HW = torch.cat([torch.cat(list(row), dim=-1) for row in rows], dim=-2)
+    write_png(path, mosaic_3HW.permute(1, 2, 0).numpy())
 
 
 def write_npz(folder: Path, n: int) -> None:
